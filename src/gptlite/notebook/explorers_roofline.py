@@ -1,0 +1,376 @@
+"""The explorers of the chapter on the roofline; their numbers come from `gptlite.arithmetic` and `gptlite.hardware`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import altair as alt
+
+from gptlite.arithmetic import (
+    ModelShape,
+    attention_share,
+    crossover_6d,
+    crossover_last_token,
+    crossover_prefill,
+    decode_costs,
+    kaplan_flops,
+    kv_bytes,
+    kv_bytes_per_token,
+    largest_batch,
+    n_params,
+    prefill_costs,
+    shipped_models,
+    step_bound,
+    total,
+)
+from gptlite.hardware import gpu, gpus
+from gptlite.notebook.chart import BLUE, GREEN, ORANGE, VERMILION, Explorer
+
+LONGEST = 131_072  # tokens, upper end of the sliders that ask for a long context
+RESERVE = 0.1  # share of a GPU's memory kept for activations and buffers, as in `gptlite.arithmetic.kv_budget`
+
+# Over all layers: keys that a context of n keeps, and (query, key) pairs of a prompt of n. A window ends both.
+_IN_WINDOW = "min({n}, datum.window)"
+KEYS = f"(datum.full * {{n}} + datum.sliding * {_IN_WINDOW})"
+PAIRS = (
+    "(datum.full * {n} * ({n} + 1) / 2 + datum.sliding * "
+    f"({_IN_WINDOW} * ({_IN_WINDOW} + 1) / 2 + ({{n}} - {_IN_WINDOW}) * datum.window))"
+)
+
+
+def roofline(model: str = "Llama 3.1 8B", card: str = "H100 SXM", longest: int = 32_768) -> Explorer:
+    """The roof of a GPU, and below it a decode step and a prefill of any shipped model.
+
+    A step's FLOPs and bytes are sums over tokens, keys and pairs; the chart gets their coefficients from
+    `gptlite.arithmetic.decode_costs` and `prefill_costs`, with 2 bytes per weight and per cached value.
+
+    Args:
+        model, card: the choices at first, by the book's names.
+        longest: upper end of the context's slider, in tokens.
+    """
+    models, cards = shipped_models(), list(gpus().values())
+    controls = [
+        _menu("card", "GPU", list(gpus()), card),
+        _menu("model", "Model", list(models), model),
+        _slider("batch", "Batch, sequences", 1, 1, 512, 1),
+        _slider("context", "Context, tokens", 1024, 128, longest, 128),
+        alt.param(name="peak", expr=f"{[c.peak_flops for c in cards]}[card]"),
+        alt.param(name="bandwidth", expr=f"{[c.bandwidth for c in cards]}[card]"),
+    ]
+    x = alt.X(
+        "intensity:Q",
+        scale=alt.Scale(type="log", domain=[0.5, 50_000], nice=False),
+        axis=alt.Axis(values=[1, 10, 100, 1000, 10_000], format="~s"),
+        title="Work per byte, FLOP per byte",
+    )
+    y = alt.Y(
+        "tflops:Q",
+        scale=alt.Scale(type="log", domain=[0.1, 4000], nice=False),
+        axis=alt.Axis(values=[0.1, 1, 10, 100, 1000], format="~g"),
+        title="At most, TFLOP per second",
+    )
+    at_most = "min(peak, bandwidth * datum.intensity) / 1e12"
+    machine = alt.Chart(alt.Data(values=[{}]))
+    roof = (
+        machine.transform_calculate(intensity="[0.5, peak / bandwidth, 50000]")
+        .transform_flatten(["intensity"])
+        .transform_calculate(tflops=at_most)
+        .mark_line(color=ORANGE, strokeWidth=3)
+        .encode(x=x, y=y)
+    )
+    ridge = machine.transform_calculate(
+        intensity="peak / bandwidth", words="'ridge point ' + format(peak / bandwidth, '.0f')"
+    )
+    rule = ridge.mark_rule(strokeDash=[4, 4], opacity=0.6).encode(x=x)
+    name = ridge.mark_text(align="right", baseline="top", dx=-6).encode(x=x, y=alt.value(2), text="words:N")
+    weights = "(datum.weights + datum.experts * (1 - pow(1 - datum.chosen, {tokens})))"
+    decode = (
+        alt.Chart(alt.Data(values=[_coefficients(i, shape) for i, shape in enumerate(models.values())]))
+        .transform_filter("datum.model == model")
+        .transform_calculate(
+            flops=f"batch * (datum.linear + datum.head + datum.decode_pair * {KEYS})".format(n="context"),
+            bytes=weights.format(tokens="batch") + f" + batch * datum.decode_key * {KEYS}".format(n="context"),
+        )
+    )
+    prefill = (
+        alt.Chart(alt.Data(values=[_coefficients(i, shape) for i, shape in enumerate(models.values())]))
+        .transform_filter("datum.model == model")
+        .transform_calculate(
+            flops=f"batch * (context * datum.linear + datum.head + datum.prefill_pair * {PAIRS})".format(n="context"),
+            bytes=weights.format(tokens="(batch * context)")
+            + f" + batch * datum.prefill_key * {KEYS}".format(n="context"),
+        )
+    )
+    layers = []
+    for phase, base, colour, shape, line in (
+        ("decode", decode, BLUE, "circle", 24),
+        ("prefill", prefill, VERMILION, "square", 6),
+    ):
+        here = base.transform_calculate(intensity="datum.flops / datum.bytes").transform_calculate(
+            tflops=at_most,
+            words=f"'{phase}: ' + format(datum.intensity, ',.1f') + ' FLOP/B, ' + "
+            "format(1e3 * max(datum.flops / peak, datum.bytes / bandwidth), ',.1f') + ' ms, '"
+            " + format(1e12 * datum.tflops / peak, '.1%') + ' of peak'",
+        )
+        layers += [
+            here.mark_point(color=colour, shape=shape, filled=True, size=130, opacity=1).encode(x=x, y=y),
+            here.transform_calculate(phase=repr(phase))
+            .mark_text(align="left", baseline="top", dx=8, dy=6)
+            .encode(x=x, y=y, text="phase:N"),
+            _line(here, line),
+        ]
+    chart = alt.layer(rule, name, roof, *layers).add_params(*controls).properties(width="container", height=340)
+    facts = []
+    for phase, costs in (("decode", decode_costs), ("prefill", prefill_costs)):
+        cost = total(costs(models[model], 1, 1024))
+        seconds, limit = step_bound(cost, gpu(card).peak_flops, gpu(card).bandwidth)
+        facts.append(
+            f"{model} on {card}, {phase} of 1 sequence at 1,024 tokens: {cost.intensity:.1f} FLOP per byte,"
+            f" at least {1e3 * seconds:.1f} ms, limited by {limit}"
+        )
+    return Explorer(
+        name="roofline",
+        chart=chart,
+        alt_text="Line chart on two logarithmic axes: the rate that a GPU allows against work per byte, first rising,"
+        " then flat beyond the ridge point. A circle marks a decode step and a square a prefill. Menus choose the GPU"
+        " and the model, sliders move batch and context; a line for each says its work per byte and its least time.",
+        caption="The roofline of a GPU, with a decode step and a prefill, in 16 bits.",
+        facts=tuple(facts),
+    )
+
+
+def kv_budget_explorer(model: str = "Llama 3.1 8B", card: str = "H100 SXM") -> Explorer:
+    """How many sequences fit beside the weights: bytes per token, bytes per sequence and the largest batch.
+
+    Args:
+        model, card: the choices at first, by the book's names.
+    """
+    models, cards = shipped_models(), list(gpus().values())
+    formats = {"options": [2, 1, 0.5], "labels": ["2 (bf16, fp16)", "1 (fp8, int8)", "0.5 (int4)"]}
+    controls = [
+        _menu("model", "Model", list(models), model),
+        _menu("card", "GPU", list(gpus()), card),
+        _slider("context", "Context, tokens", 4096, 1024, LONGEST, 1024),
+        alt.param(name="value_bytes", value=2, bind=alt.binding_select(**formats, name="Bytes per cached value ")),
+        alt.param(name="memory", expr=f"{[c.memory_bytes for c in cards]}[card]"),
+    ]
+    x = alt.X(
+        "n:Q",
+        scale=alt.Scale(type="log", base=2, domain=[1024, LONGEST], nice=False),
+        axis=alt.Axis(values=[2**e for e in range(10, 18)], labelExpr="format(datum.value / 1024, 'd') + 'k'"),
+        title="Context, tokens (1k = 1,024)",
+    )
+    y = alt.Y(
+        "sequences:Q",
+        scale=alt.Scale(type="log", domain=[1, 10_000], nice=False, clamp=True),
+        axis=alt.Axis(values=[1, 10, 100, 1000, 10_000], format=","),
+        title="Sequences that fit",
+    )
+    rows = [_coefficients(i, shape) for i, shape in enumerate(models.values())]
+    base = alt.Chart(alt.Data(values=rows)).transform_calculate(
+        left=f"memory * {1 - RESERVE} - datum.params * 2",
+        token=f"value_bytes * datum.values * {KEYS}".format(n="1"),
+    )
+
+    def fitting(chart: alt.Chart) -> alt.Chart:
+        """The chart with the largest batch at each context n, where there is one."""
+        return chart.transform_calculate(sequences=f"datum.left / (value_bytes * datum.values * {KEYS})".format(n="datum.n"))
+
+    curve = fitting(
+        base.transform_calculate(n="sequence(10, 17.1, 0.25)")
+        .transform_flatten(["n"])
+        .transform_calculate(n="pow(2, datum.n)")
+    ).transform_filter("datum.sequences >= 1")
+    others = curve.mark_line(strokeWidth=1, opacity=0.25, color=GREEN).encode(x=x, y=y, detail="model:N")
+    chosen = curve.transform_filter("datum.model == model").mark_line(strokeWidth=3, color=BLUE).encode(x=x, y=y)
+    here = (
+        fitting(base.transform_filter("datum.model == model").transform_calculate(n="context"))
+        .transform_calculate(fit="max(0, floor(datum.sequences))")
+        .transform_calculate(
+            per_token="format(datum.token / 1024, ',.1f') + ' KiB per token, ' + "
+            "format(datum.left / datum.sequences / 1e9, ',.2f') + ' GB per sequence'",
+            budget="format(datum.params * 2 / 1e9, ',.1f') + ' GB of weights, ' + "
+            "(datum.left < 0 ? 'they do not fit' : format(datum.left / 1e9, ',.1f') + ' GB left: '"
+            " + format(datum.fit, ',d') + (datum.fit == 1 ? ' sequence' : ' sequences'))",
+        )
+    )
+    point = here.transform_filter("datum.fit >= 1").mark_point(color=VERMILION, filled=True, size=120, opacity=1)
+    chart = alt.layer(
+        others, chosen, point.encode(x=x, y=alt.Y("fit:Q", title="Sequences that fit")),
+        _line(here, 24, "per_token", top=True), _line(here, 6, "budget", top=True),
+    )  # fmt: skip
+    return Explorer(
+        name="kv-budget",
+        chart=chart.add_params(*controls).properties(width="container", height=320),
+        alt_text="Line chart on two logarithmic axes: how many sequences fit into a GPU's memory beside the weights,"
+        " falling with the context. The chosen model is a thick line with a point at the chosen context, all shipped"
+        " models are thin lines. Menus choose model, GPU and bytes per cached value, a slider the context.",
+        caption="Keys and values per token, and the largest batch, with weights in 16 bits and a tenth of the memory"
+        " kept free.",
+        facts=tuple(
+            f"{name}: {kv_bytes_per_token(shape) / 1024:.1f} KiB per token,"
+            f" {kv_bytes(shape, LONGEST) / 2**30:.2f} GiB at {LONGEST:,} tokens,"
+            f" {largest_batch(shape, 4096, gpu(card).memory_bytes, RESERVE)} sequences of 4,096 tokens on {card}"
+            for name, shape in models.items()
+        ),
+    )
+
+
+def attention_share_explorer(model: str = "Llama 3.1 8B") -> Explorer:
+    """Attention's share of the FLOPs, of a whole prompt and of its last token, and where each reaches one half.
+
+    Models with a mixture of experts, a latent (MLA) or sliding layers are left out: the formulas that the two
+    crossovers come from count none of these.
+
+    Args:
+        model: the choice at first, by the book's name.
+    """
+    models = {
+        name: shape
+        for name, shape in shipped_models().items()
+        if not (shape.n_experts or shape.d_latent or shape.n_sliding)
+    }
+    rows = []
+    for i, shape in enumerate(models.values()):
+        matrices, attention = kaplan_flops(shape, 1)
+        rows.append(
+            {"model": i, "matrices": matrices, "attention": attention, "six_d": crossover_6d(shape)}
+            | {"prompt": crossover_prefill(shape), "last": crossover_last_token(shape)}
+        )
+    controls = [
+        _menu("model", "Model", list(models), model),
+        _slider("context", "Context, tokens", 32_768, 1024, LONGEST, 1024),
+    ]
+    x = alt.X(
+        "n:Q",
+        scale=alt.Scale(type="log", base=2, domain=[512, 2**19], nice=False),
+        axis=alt.Axis(values=[2**e for e in range(10, 20, 2)], labelExpr="format(datum.value / 1024, 'd') + 'k'"),
+        title="Context, tokens (1k = 1,024)",
+    )
+    y = alt.Y(
+        "share:Q",
+        scale=alt.Scale(domain=[0, 1]),
+        axis=alt.Axis(labelExpr="round(datum.value * 100)", tickCount=5),
+        title="Attention's share of the FLOPs (%)",
+    )
+    names = ["whole prompt", "its last token"]
+    colour = alt.Color(
+        "series:N",
+        scale=alt.Scale(domain=names, range=[BLUE, VERMILION]),
+        legend=alt.Legend(orient="top", title=None, labelLimit=0, symbolType="stroke", symbolStrokeWidth=3),
+    )
+    dash = alt.StrokeDash("series:N", scale=alt.Scale(domain=names, range=[[1, 0], [6, 4]]), legend=None)
+    base = alt.Chart(alt.Data(values=rows)).transform_filter("datum.model == model")
+
+    def shares(chart: alt.Chart) -> alt.Chart:
+        """The chart with both shares at context n: the last token sees all n, the average one half of them."""
+        return (
+            chart.transform_calculate(series=repr(names))
+            .transform_flatten(["series"])
+            .transform_calculate(pairs=f"datum.attention * datum.n * (datum.series == {names[1]!r} ? 2 : 1)")
+            .transform_calculate(share="datum.pairs / (datum.pairs + datum.matrices)")
+        )
+
+    curves = (
+        shares(
+            base.transform_calculate(n="sequence(9, 19.1, 0.25)")
+            .transform_flatten(["n"])
+            .transform_calculate(n="pow(2, datum.n)")
+        )
+        .mark_line(strokeWidth=3)
+        .encode(x=x, y=y, color=colour, strokeDash=dash)
+    )
+    here = shares(base.transform_calculate(n="context"))
+    points = here.mark_point(filled=True, size=110, opacity=1).encode(x=x, y=y, color=colour)
+    percent = here.transform_calculate(words="format(datum.share, '.1%')").mark_text(
+        align="right", baseline="bottom", dx=-8, dy=-2
+    )
+    half = alt.Chart(alt.Data(values=[{"share": 0.5}])).mark_rule(opacity=0.6).encode(y=y)
+    crossings = (
+        base.transform_fold(["prompt", "last"], as_=["which", "n"])
+        .transform_calculate(share="0.5")
+        .mark_point(shape="diamond", filled=True, size=90, opacity=1, color=ORANGE)
+        .encode(x=x, y=y)
+    )
+    rule = base.mark_rule(strokeDash=[2, 3], strokeWidth=2, color=GREEN).encode(x=alt.X("six_d:Q", title=None))
+    lines = base.transform_calculate(
+        prompt_words="'whole prompt: half at ' + format(datum.prompt, ',.0f')",
+        last_words="'last token: half at ' + format(datum.last, ',.0f')",
+        rule_words="'6 d (dotted): ' + format(datum.six_d, ',d')",
+    )
+    chart = alt.layer(
+        half, rule, curves, crossings, points, percent.encode(x=x, y=y, text="words:N"),
+        *(
+            lines.mark_text(align="left", baseline="top").encode(x=alt.value(6), y=alt.value(top), text=f"{words}:N")
+            for top, words in ((4, "prompt_words"), (21, "last_words"), (38, "rule_words"))
+        ),
+    )  # fmt: skip
+    facts = []
+    for name, shape in models.items():
+        ends = (crossover_prefill(shape), crossover_last_token(shape))
+        facts.append(
+            f"{name}: {attention_share(shape, 4096):.0%} of a prompt of 4,096 tokens, {attention_share(shape, LONGEST):.0%}"
+            f" of {LONGEST:,}; half at {ends[0]:,.0f} tokens, of the last token at {ends[1]:,.0f};"
+            f" 6 d is {crossover_6d(shape):,}"
+        )
+    return Explorer(
+        name="attention-share",
+        chart=chart.add_params(*controls).properties(width="container", height=340),
+        alt_text="Line chart of attention's share of the FLOPs, in percent, against the context on a logarithmic axis:"
+        " a solid line for a whole prompt and a dashed one for its last token, which crosses one half at half the"
+        " context. Diamonds mark the two crossovers, a dotted line the rule of thumb 6 d. A menu chooses the model, a"
+        " slider the context.",
+        caption="Attention's share of a prefill's FLOPs and of its last token's, with both crossovers.",
+        facts=tuple(facts),
+    )
+
+
+def _coefficients(i: int, shape: ModelShape) -> dict[str, Any]:
+    """What the charts need to add up the cost of any step of a model, read off `gptlite.arithmetic`.
+
+    The expected bytes of a mixture of experts are weights + experts (1 - (1 - chosen)^tokens); two steps give both.
+    """
+    L = shape.n_layers
+    one, two = (decode_costs(shape, batch, 1) for batch in (1, 2))
+    pair = prefill_costs(shape, 1, 2)  # a prompt of two tokens has three pairs; one alone would run as a decode step
+    chosen = shape.n_active / shape.n_experts if shape.n_experts else 0.0
+    weights = total(one).weight_bytes
+    experts = (total(two).weight_bytes - weights) / (chosen * (1 - chosen)) if chosen else 0.0
+    decode, prefill = (costs["scores"].flops + costs["mix"].flops for costs in (one, pair))
+    return {
+        "model": i,
+        "params": n_params(shape),
+        "full": L - shape.n_sliding,
+        "sliding": shape.n_sliding,
+        "window": shape.window,
+        "linear": one["projections"].flops + one["feed-forward"].flops,
+        "head": one["head"].flops,
+        "decode_pair": decode / L,
+        "prefill_pair": prefill / (3 * L),
+        "decode_key": total(one).kv_bytes / L,
+        "prefill_key": total(pair).kv_bytes / (2 * L),
+        "values": kv_bytes_per_token(shape, 1) / L,
+        "weights": weights - chosen * experts,
+        "experts": experts,
+        "chosen": chosen,
+    }
+
+
+def _menu(name: str, label: str, options: Sequence[str], start: str) -> alt.Parameter:
+    """A menu whose value is the place of the choice among the options."""
+    if start not in options:
+        raise ValueError(f"{label} is {start!r}, it must be one of {', '.join(options)}")
+    bind = alt.binding_select(options=list(range(len(options))), labels=list(options), name=f"{label} ")
+    return alt.param(name=name, value=list(options).index(start), bind=bind)
+
+
+def _slider(name: str, label: str, start: int, low: int, high: int, step: int) -> alt.Parameter:
+    return alt.param(name=name, value=start, bind=alt.binding_range(min=low, max=high, step=step, name=f"{label} "))
+
+
+def _line(base: alt.Chart, away: int, words: str = "words", top: bool = False) -> alt.Chart:
+    """A line of text at the right edge, so many pixels from the bottom or from the top."""
+    y = alt.value(away) if top else alt.ExprRef(f"height - {away}")
+    mark = {"align": "right", "baseline": "top" if top else "bottom", "dx": -4}
+    if top:
+        return base.mark_text(**mark).encode(x=alt.value("width"), y=y, text=f"{words}:N")
+    return base.mark_text(**mark, y=y).encode(x=alt.value("width"), text=f"{words}:N")

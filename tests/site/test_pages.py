@@ -1,0 +1,58 @@
+"""Every page of the built book: no faults, nothing from elsewhere, small, accessible, readable on a phone."""
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from built_book import BUILT, Site, Visit, settle
+
+PAGES = sorted(str(path.relative_to(BUILT)) for path in BUILT.rglob("*.html") if "_static" not in path.parts)
+FIRST_LOAD, LATER_LOAD = 1_500_000, 300_000  # bytes on the wire
+
+
+def serious(page) -> list[str]:
+    """Returns: the serious and critical violations that axe finds, with the elements at fault."""
+    violations = Axe().run(page).response["violations"]
+    return [
+        f"{violation['id']}: {node['html'][:160]} {node['failureSummary'][:300]}"
+        for violation in violations
+        if violation["impact"] in ("serious", "critical")
+        for node in violation["nodes"]
+    ]
+
+
+def test_the_book_is_built(site: Site) -> None:
+    assert "book/preface.html" in PAGES
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_page(name: str, site: Site, visit: Visit) -> None:
+    page = visit.page
+    page.goto(site.url(name))
+    settle(page)
+    first = site.weight()
+    assert page.title()
+    missing_text = page.eval_on_selector_all("img:not([alt])", "images => images.map(image => image.src)")
+    assert not missing_text, "images without alt text"
+    assert page.locator("h1:visible").count() == 1
+    assert not serious(page), "in light mode"
+
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_function("() => document.documentElement.dataset.theme !== 'light'")
+    assert not serious(page), "in dark mode"
+
+    page.set_viewport_size({"width": 390, "height": 844})
+    wide = page.evaluate(
+        """() => document.documentElement.scrollWidth <= innerWidth ? [] : [...document.querySelectorAll("main *")]
+            .filter(e => e.getBoundingClientRect().right > innerWidth + 1).map(e => e.outerHTML.slice(0, 120))"""
+    )
+    assert not wide, "wider than a phone"
+
+    site.sent.clear()
+    page.goto(site.url(name))
+    settle(page)
+    later = site.weight()
+    assert not visit.complaints
+    assert not visit.elsewhere, "a page asks no other origin for anything"
+    assert not site.missing
+    assert first < FIRST_LOAD
+    assert later < LATER_LOAD
+    print(f"{name}: {first / 1e3:.0f} kB on first load, {later / 1e3:.0f} kB after")

@@ -1,0 +1,74 @@
+"""Run the parts of the tests and print the minutes of each: `python tools/run_tests.py [PART ...]`.
+
+A part that fails does not stop the next ones. The last line has the form of pytest's own.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+BIN = Path(sys.executable).parent
+PYTEST = [sys.executable, "-m", "pytest", "-q"]
+PARTS = {
+    "lint": [[BIN / "ruff", "check", "."], [BIN / "ruff", "format", "--check", "."], [BIN / "mypy"]],
+    "unit": [[*PYTEST, "tests/unit"]],
+    "oracles": [[*PYTEST, "tests/oracles"]],
+    "bad_input": [[*PYTEST, "tests/bad_input"]],
+    "notebooks": [[*PYTEST, "--nbval", "chapters"]],
+    "book": [["make", "book"]],
+    "site": [[*PYTEST, "tests/site"]],
+}
+
+
+def run(command: list, report: Path) -> tuple[bool, dict[str, int]]:
+    """Run one command. Returns: whether it passed, and the counts of its tests by outcome."""
+    is_pytest = command[: len(PYTEST)] == PYTEST
+    passed = subprocess.run([*command, f"--junitxml={report}"] if is_pytest else command).returncode == 0
+    if not is_pytest:
+        return passed, {"failed": int(not passed)}
+    if not report.exists():
+        return False, {"error": 1}
+    suite = ET.parse(report).getroot().find("testsuite")
+    failed, errors, skipped = (int(suite.get(name)) for name in ("failures", "errors", "skipped"))
+    report.unlink()
+    return passed, {
+        "failed": failed,
+        "passed": int(suite.get("tests")) - failed - errors - skipped,
+        "skipped": skipped,
+        "error": errors,
+    }
+
+
+def main() -> int:
+    """The command line. Returns: 0 when every part passed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"one or more of {', '.join(PARTS)}; all when none")
+    chosen = parser.parse_args().parts or list(PARTS)
+    if unknown := [part for part in chosen if part not in PARTS]:
+        parser.error(f"no part {unknown[0]!r}, there are {', '.join(PARTS)}")
+    total, rows, began = {"failed": 0, "passed": 0, "skipped": 0, "error": 0}, [], time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        for part in chosen:
+            print(f"\n--- {part} ---", flush=True)
+            start, good = time.perf_counter(), True
+            for command in PARTS[part]:
+                passed, counts = run(command, Path(folder) / "report.xml")
+                good = good and passed
+                for outcome, count in counts.items():
+                    total[outcome] += count
+            rows.append((part, (time.perf_counter() - start) / 60, good))
+    print("\npart         minutes")
+    for part, minutes, good in rows:
+        print(f"{part:<12} {minutes:7.1f}  {'passed' if good else 'FAILED'}")
+    seconds = time.perf_counter() - began
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in total.items() if count or outcome == "passed")
+    print(f"{f' {counts} in {seconds:.2f}s ':=^80}")
+    return int(not all(good for _, _, good in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
