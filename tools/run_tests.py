@@ -13,12 +13,13 @@ from pathlib import Path
 
 BIN = Path(sys.executable).parent
 PYTEST = [sys.executable, "-m", "pytest", "-q"]
+NBVAL = ["--nbval", "--nbval-current-env", "--nbval-cell-timeout=300"]
 PARTS = {
     "lint": [[BIN / "ruff", "check", "."], [BIN / "ruff", "format", "--check", "."], [BIN / "mypy"]],
     "unit": [[*PYTEST, "tests/unit"]],
     "oracles": [[*PYTEST, "tests/oracles"]],
     "bad_input": [[*PYTEST, "tests/bad_input"]],
-    "notebooks": [[*PYTEST, "--nbval", "chapters"]],
+    "notebooks": [[*PYTEST, *NBVAL, "chapters", "tests/notebooks"]],
     "book": [["make", "book"]],
     "site": [[*PYTEST, "tests/site"]],
 }

@@ -19,13 +19,16 @@ def inline(text: str) -> str:
     for i, part in enumerate(parts):
         if i % 2 == 0:
             parts[i] = re.sub(r"([\\*|]|_(?=\W|$))", r"\\\1", part)
-        elif role := re.fullmatch(r"\{([a-z:]+)\}`([^`]+)`", part):
+            continue
+        if role := re.fullmatch(r"\{([a-z:]+)\}`([^`]+)`", part):
             parts[i] = f":{role[1]}:`{role[2]}`"
         elif part.startswith("$"):
             parts[i] = f":math:`{part[1:-1]}`"
         else:
             parts[i] = f"``{part.strip('`')}``"
-    return re.sub(r"(``|:`[^`]*`)(?=\w)", r"\1\\ ", "".join(parts))
+        if re.match(r"\w", parts[i + 1]):
+            parts[i] += "\\ "  # markup must end where a word does
+    return "".join(parts)
 
 
 def convert(lines: list[str]) -> list[str]:

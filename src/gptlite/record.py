@@ -420,6 +420,23 @@ def _roof(recording: Recording) -> Iterator[Step]:
 
 
 @_sweep(
+    "roofline",
+    "the machine's own roof, with decode steps by batch and prefills by length below it",
+    preset="gpt2",
+    batches=[1, 4, 16],
+    contexts=[256],
+    lengths=[32, 256],
+    batch=1,
+    repeats=5,
+    warmup=1,
+)
+def _roofline(recording: Recording) -> Iterator[Step]:
+    yield from _roof(recording)
+    yield from _decode(recording)
+    yield from _prefill(recording)
+
+
+@_sweep(
     "next-character",
     "the trained model's logits after some prompts; no times",
     model="gptlite",

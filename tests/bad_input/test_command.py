@@ -231,7 +231,7 @@ def test_a_reader_that_goes_away(checkpoint: Path) -> None:
     assert process.stdout and process.stderr
     assert process.stdout.read(5).startswith(b"R"), "text comes before the command has ended"
     process.stdout.close()
-    assert process.wait(60) == 141
+    assert process.wait(120) == 141
     assert process.stderr.read() == b""
     process.stderr.close()
 
@@ -245,7 +245,7 @@ def test_interrupted_while_it_writes(checkpoint: Path) -> None:
     assert process.stdout
     process.stdout.read(5)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 130
     assert err == b"gptlite: stopped\n"
 
@@ -256,11 +256,11 @@ def test_training_interrupted_says_where_it_goes_on(text: Path, tmp_path: Path) 
     process = subprocess.Popen(
         [*command, "--text", text, "--out", out], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not out.with_suffix(".state.safetensors").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 130
     last = err.splitlines()[-1]
     assert last.startswith("gptlite: stopped; saved at step ") and "the same command goes on from there" in last

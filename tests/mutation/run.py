@@ -55,7 +55,7 @@ MUTATIONS = [
     ("sampling.py", "return torch.where(tau == 0,", "return torch.where(tau < 0.3,", "sampling"),
     ("sampling.py", "[:, None], right=True)", "[:, None], right=False)", "sampling"),
     ("sampling.py", "return torch.minimum(tokens, last)", "return tokens.clamp(max=probs.shape[-1] - 1)", "sampling"),
-    ("sampling.py", "cdf = probs.double().cumsum(-1)", "cdf = probs.half().double().cumsum(-1)", "sampling"),
+    ("sampling.py", "cdf = probs.double().cumsum(-1)", "cdf = probs.half().cumsum(-1).double()", "sampling"),
     ("generate.py", "manual_seed(seed + b)", "manual_seed(seed)", "generate"),
     ("generate.py", "if step == n_new - 1:", "if step == n_new:", "generate"),
     ("generate.py", "needed = tokens.shape[1] + max(n_new - 1, 0)", "needed = tokens.shape[1] + n_new", "generate"),

@@ -83,7 +83,7 @@ class Visit:
 
 def settle(page: Page) -> None:
     """Wait until the page has loaded, its formulas are set and its explorers are drawn."""
-    page.wait_for_load_state("networkidle")
+    page.wait_for_load_state("load")
     page.evaluate("async () => { if (window.MathJax?.startup?.promise) await MathJax.startup.promise }")
     page.wait_for_function(
         "() => [...document.querySelectorAll('figure.gptlite-explorer')].every(f => f.classList.contains('is-live'))"

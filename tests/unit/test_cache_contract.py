@@ -183,7 +183,7 @@ def test_padded_rows_of_a_batch_equal_the_rows_alone(pair: tuple[GPTlite, Cache]
             torch.testing.assert_close(logits[name][i], plain(model, text[:n]), rtol=0, atol=1e-9)
     for name in texts:
         texts[name].append(7)
-    logits = step(model, cache, dict.fromkeys(texts, [7]), {name: [len(text) - 1] for name, text in texts.items()})
+    logits = step(model, cache, {key: [7] for key in texts}, {name: [len(text) - 1] for name, text in texts.items()})
     for name, text in texts.items():
         torch.testing.assert_close(logits[name][0], plain(model, text), rtol=0, atol=1e-9)
 
@@ -331,7 +331,7 @@ def test_decoding_compiles_to_a_constant_number_of_graphs(kind: str) -> None:
     cache = make(model, 4)
     names = ["a", "b", "c"]
     texts = {name: [i, i + 1] for i, name in enumerate(names)}
-    step(model, cache, texts, dict.fromkeys(names, [0, 1]))
+    step(model, cache, texts, {key: [0, 1] for key in names})
     counter = torch._dynamo.testing.CompileCounter()
     torch._dynamo.reset()
     run = torch.compile(model.run, backend=counter, fullgraph=True)

@@ -182,6 +182,24 @@ def test_html_names_the_chart_and_loads_nothing_by_itself(explorer):
     assert json.loads(data) == explorer.spec
 
 
+def test_text_of_a_chart_cannot_end_its_script():
+    hostile = recorded(gaussian())
+    hostile["prompts"][0]["prompt"] = "</script><b>"
+    html = next_character(hostile)._repr_html_()
+    assert "<b>" not in html and html.count("</script>") == 2
+    data = re.search(r'<script type="application/json">(.*?)</script>', html, re.S)[1]
+    assert json.loads(data)["params"][0]["bind"]["labels"] == ["</script><b>"]
+
+
+def test_ids_inside_the_picture_are_its_own():
+    rows = alt.Data(values=[{"x": 1, "y": 2}, {"x": 2, "y": 3}])
+    chart = alt.Chart(rows).mark_line(clip=True).encode(x="x:Q", y="y:Q").properties(width="container")
+    html = Explorer("clipped", chart, "A line", "It rises.")._repr_html_()
+    references = re.findall(r"url\(#([^)]*)\)", html)
+    assert references and set(references) <= set(Outline(html).ids)
+    assert all(reference.startswith("explorer-clipped-") for reference in references)
+
+
 def test_a_control_without_a_label_is_refused():
     chart = (
         alt.Chart(alt.Data(values=[{}]))

@@ -247,6 +247,9 @@ def test_within_the_context_window_the_choice_changes_nothing():
         warnings.simplefilter("error")
         for overflow in ("slide", "clamp"):
             assert torch.equal(generate(model, text, 15, cache=DynamicCache(model), overflow=overflow), plain)
+    count = Counted(model)
+    generate(model, text, 15, cache=DynamicCache(model), overflow="slide")
+    assert count.tokens == 2 * (10 + 14)  # nothing is read twice, up to the last token of the window
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,7 @@ def test_stop_ends_the_run_after_the_point_and_a_second_start_does_nothing():
     assert lab._thread is first and lab.run_button.disabled and not lab.stop_button.disabled
     assert not lab.wait(0.05)
     lab.stop()
+    assert lab.stop_button.disabled
     lab.gate.set()
     assert lab.wait(10) and lab.state == "stopped"
     assert len(lab.recording.points) == 1 and not lab.recording.complete
@@ -119,6 +120,7 @@ def test_a_lost_device_and_an_unknown_fault_are_one_line_each():
     lab.fail = RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be")
     lab.run()
     assert lab.message.startswith("cpu is gone (CUDA error: an illegal memory access was encountered): the kernel")
+    assert "The last run failed: cpu is gone" in lab._repr_html_()
     lab.fail = KeyError("k")
     assert lab.run().message == "KeyError: 'k'"
     lab.fail = ValueError("batch is 3, it must be even")

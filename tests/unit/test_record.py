@@ -63,6 +63,19 @@ def test_a_point_states_the_work_of_the_step_that_was_timed():
     assert (made.points[0].flops, made.points[0].bytes) == (cost.flops, cost.bytes)
 
 
+def test_the_last_step_attends_to_exactly_the_context(monkeypatch):
+    steps, held = record.decode_step, []
+
+    def watched(model, tokens, cache):
+        logits = steps(model, tokens, cache)
+        held.append(cache.next_position(0))
+        return logits
+
+    monkeypatch.setattr(record, "decode_step", watched)
+    list(run_sweep("decode", **SMALL))
+    assert held == [30, 31, 32] * 2 + [62, 63, 64] * 2
+
+
 def test_next_character_records_the_models_own_logits(tmp_path, log):
     tokenizer = CharTokenizer("\n RMEOabc")
     model = GPTlite(preset("nano", vocab_size=9)).eval()

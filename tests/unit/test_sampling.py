@@ -209,7 +209,7 @@ def test_sampling_inverts_the_distribution(weights, u):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("u", [0.0, 2**-60, 0.5, 1 - 2**-24, 1 - 2**-53])
+@pytest.mark.parametrize("u", [0.0, 2**-60, 0.5, 1 - 2**-24, 1 - 2**-53, 1.0])  # 1: rounded up in a lower precision
 def test_a_token_of_probability_zero_is_never_drawn(dtype, u):
     generator = torch.Generator().manual_seed(0)
     probs = torch.rand(500, 40, generator=generator, dtype=dtype)
@@ -222,6 +222,12 @@ def test_a_token_of_probability_zero_is_never_drawn(dtype, u):
     assert (probs.gather(-1, drawn[:, None]) > 0).all()
     if u == 0:
         assert torch.equal(drawn, (probs > 0).int().argmax(-1))
+
+
+def test_a_token_of_one_in_a_million_has_its_own_place():
+    probs = torch.tensor([[0.5 - 1e-6, 2e-6, 0.5 - 1e-6]])
+    for u, token in ((0.499998, 0), (0.5, 1), (0.500002, 2)):
+        assert sample(probs, torch.tensor([u], dtype=torch.float64)).tolist() == [token]
 
 
 def test_a_batch_draws_what_its_rows_draw_alone():

@@ -14,6 +14,12 @@ TECHNIQUES = yaml.safe_load((ROOT / "book" / "techniques.yml").read_text(encodin
 IDS = [entry["key"] for entry in TECHNIQUES]
 
 
+def prose(file: str) -> str:
+    """Returns: the Markdown of a chapter."""
+    notebook = json.loads((ROOT / f"{file}.ipynb").read_text(encoding="utf-8"))
+    return "\n".join("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown")
+
+
 def chapters() -> dict[str, str]:
     """Returns: the file of each chapter in _toc.yml by its label."""
     toc = yaml.safe_load((ROOT / "_toc.yml").read_text(encoding="utf-8"))
@@ -21,13 +27,11 @@ def chapters() -> dict[str, str]:
     labels = {}
     for file in files:
         if file.startswith("chapters/"):
-            notebook = json.loads((ROOT / f"{file}.ipynb").read_text(encoding="utf-8"))
-            text = "\n".join("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown")
-            labels |= dict.fromkeys(re.findall(r"^\((ch-[\w-]+)\)=$", text, re.MULTILINE), file)
+            labels |= dict.fromkeys(re.findall(r"^\((ch-[\w-]+)\)=$", prose(file), re.MULTILINE), file)
     return labels
 
 
-def tests_of(path: Path) -> set[str]:
+def names_in(path: Path) -> set[str]:
     """Returns: the names of the test functions and classes of a file."""
     nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
     return {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
@@ -44,7 +48,7 @@ def test_entry_resolves(entry: dict) -> None:
 
     file, *test = entry["test"].split("::")
     assert (ROOT / file).is_file(), file
-    assert set(test) <= tests_of(ROOT / file)
+    assert set(test) <= names_in(ROOT / file)
 
     assert entry["chapter"] in chapters()
 

@@ -55,6 +55,7 @@ def roofline(model: str = "Llama 3.1 8B", card: str = "H100 SXM", longest: int =
         _slider("context", "Context, tokens", 1024, 128, longest, 128),
         alt.param(name="peak", expr=f"{[c.peak_flops for c in cards]}[card]"),
         alt.param(name="bandwidth", expr=f"{[c.bandwidth for c in cards]}[card]"),
+        alt.param(name="memory", expr=f"{[c.memory_bytes for c in cards]}[card]"),
     ]
     x = alt.X(
         "intensity:Q",
@@ -66,7 +67,7 @@ def roofline(model: str = "Llama 3.1 8B", card: str = "H100 SXM", longest: int =
         "tflops:Q",
         scale=alt.Scale(type="log", domain=[0.1, 4000], nice=False),
         axis=alt.Axis(values=[0.1, 1, 10, 100, 1000], format="~g"),
-        title="At most, TFLOP per second",
+        title="At most, TFLOP/s",
     )
     at_most = "min(peak, bandwidth * datum.intensity) / 1e12"
     machine = alt.Chart(alt.Data(values=[{}]))
@@ -82,43 +83,47 @@ def roofline(model: str = "Llama 3.1 8B", card: str = "H100 SXM", longest: int =
     )
     rule = ridge.mark_rule(strokeDash=[4, 4], opacity=0.6).encode(x=x)
     name = ridge.mark_text(align="right", baseline="top", dx=-6).encode(x=x, y=alt.value(2), text="words:N")
-    weights = "(datum.weights + datum.experts * (1 - pow(1 - datum.chosen, {tokens})))"
-    decode = (
-        alt.Chart(alt.Data(values=[_coefficients(i, shape) for i, shape in enumerate(models.values())]))
-        .transform_filter("datum.model == model")
-        .transform_calculate(
-            flops=f"batch * (datum.linear + datum.head + datum.decode_pair * {KEYS})".format(n="context"),
-            bytes=weights.format(tokens="batch") + f" + batch * datum.decode_key * {KEYS}".format(n="context"),
-        )
-    )
-    prefill = (
-        alt.Chart(alt.Data(values=[_coefficients(i, shape) for i, shape in enumerate(models.values())]))
-        .transform_filter("datum.model == model")
-        .transform_calculate(
-            flops=f"batch * (context * datum.linear + datum.head + datum.prefill_pair * {PAIRS})".format(n="context"),
-            bytes=weights.format(tokens="(batch * context)")
-            + f" + batch * datum.prefill_key * {KEYS}".format(n="context"),
-        )
-    )
+    chosen = alt.Chart(
+        alt.Data(values=[_coefficients(i, shape) for i, shape in enumerate(models.values())])
+    ).transform_filter("datum.model == model")
+    linear = "batch * ({tokens} * datum.linear + datum.head"
+    weights = "datum.weights + datum.experts * (1 - pow(1 - datum.chosen, batch * {tokens}))"
+    steps = {  # FLOPs and bytes, by phase
+        "decode": (f"{linear} + datum.decode_pair * {KEYS})", f"{weights} + batch * datum.decode_key * {KEYS}", "1"),
+        "prefill": (
+            f"{linear} + datum.prefill_pair * {PAIRS})",
+            f"{weights} + batch * context * datum.prefill_key",
+            "context",
+        ),
+    }
     layers = []
-    for phase, base, colour, shape, line in (
-        ("decode", decode, BLUE, "circle", 24),
-        ("prefill", prefill, VERMILION, "square", 6),
+    for (phase, (flops, read, tokens)), colour, mark, away in zip(
+        steps.items(), (BLUE, VERMILION), ("circle", "square"), (24, 6), strict=True
     ):
-        here = base.transform_calculate(intensity="datum.flops / datum.bytes").transform_calculate(
-            tflops=at_most,
-            words=f"'{phase}: ' + format(datum.intensity, ',.1f') + ' FLOP/B, ' + "
-            "format(1e3 * max(datum.flops / peak, datum.bytes / bandwidth), ',.1f') + ' ms, '"
-            " + format(1e12 * datum.tflops / peak, '.1%') + ' of peak'",
+        here = (
+            chosen.transform_calculate(flops=flops.format(n="context", tokens=tokens))
+            .transform_calculate(bytes=read.format(n="context", tokens=tokens))
+            .transform_calculate(intensity="datum.flops / datum.bytes")
+            .transform_calculate(
+                tflops=at_most,
+                phase=repr(phase),
+                words=f"'{phase}: ' + format(datum.intensity, ',.1f') + ' FLOP/B, ' + "
+                "format(1e3 * max(datum.flops / peak, datum.bytes / bandwidth), ',.1f') + ' ms, ' + "
+                "format(min(1, datum.intensity * bandwidth / peak), '.1%') + ' of peak'",
+            )
         )
         layers += [
-            here.mark_point(color=colour, shape=shape, filled=True, size=130, opacity=1).encode(x=x, y=y),
-            here.transform_calculate(phase=repr(phase))
-            .mark_text(align="left", baseline="top", dx=8, dy=6)
-            .encode(x=x, y=y, text="phase:N"),
-            _line(here, line),
+            here.mark_point(color=colour, shape=mark, filled=True, size=130, opacity=1).encode(x=x, y=y),
+            here.mark_text(align="left", baseline="top", dx=8, dy=6).encode(x=x, y=y, text="phase:N"),
+            _line(here, away),
         ]
-    chart = alt.layer(rule, name, roof, *layers).add_params(*controls).properties(width="container", height=340)
+    held = f"2 * datum.params + 2 * batch * datum.values * {KEYS}".format(n="context")
+    full = chosen.transform_calculate(words=f"{held} > memory ? 'more than its memory holds' : ''")
+    chart = (
+        alt.layer(rule, name, roof, *layers, _line(full, 42))
+        .add_params(*controls)
+        .properties(width="container", height=340)
+    )
     facts = []
     for phase, costs in (("decode", decode_costs), ("prefill", prefill_costs)):
         cost = total(costs(models[model], 1, 1024))
@@ -138,14 +143,14 @@ def roofline(model: str = "Llama 3.1 8B", card: str = "H100 SXM", longest: int =
     )
 
 
-def kv_budget_explorer(model: str = "Llama 3.1 8B", card: str = "H100 SXM") -> Explorer:
+def memory_budget(model: str = "Llama 3.1 8B", card: str = "H100 SXM") -> Explorer:
     """How many sequences fit beside the weights: bytes per token, bytes per sequence and the largest batch.
 
     Args:
         model, card: the choices at first, by the book's names.
     """
     models, cards = shipped_models(), list(gpus().values())
-    formats = {"options": [2, 1, 0.5], "labels": ["2 (bf16, fp16)", "1 (fp8, int8)", "0.5 (int4)"]}
+    formats: dict[str, Any] = {"options": [2, 1, 0.5], "labels": ["2 (bf16, fp16)", "1 (fp8, int8)", "0.5 (int4)"]}
     controls = [
         _menu("model", "Model", list(models), model),
         _menu("card", "GPU", list(gpus()), card),
@@ -173,7 +178,9 @@ def kv_budget_explorer(model: str = "Llama 3.1 8B", card: str = "H100 SXM") -> E
 
     def fitting(chart: alt.Chart) -> alt.Chart:
         """The chart with the largest batch at each context n, where there is one."""
-        return chart.transform_calculate(sequences=f"datum.left / (value_bytes * datum.values * {KEYS})".format(n="datum.n"))
+        return chart.transform_calculate(
+            sequences=f"datum.left / (value_bytes * datum.values * {KEYS})".format(n="datum.n")
+        )
 
     curve = fitting(
         base.transform_calculate(n="sequence(10, 17.1, 0.25)")
@@ -215,7 +222,7 @@ def kv_budget_explorer(model: str = "Llama 3.1 8B", card: str = "H100 SXM") -> E
     )
 
 
-def attention_share_explorer(model: str = "Llama 3.1 8B") -> Explorer:
+def share_of_attention(model: str = "Llama 3.1 8B") -> Explorer:
     """Attention's share of the FLOPs, of a whole prompt and of its last token, and where each reaches one half.
 
     Models with a mixture of experts, a latent (MLA) or sliding layers are left out: the formulas that the two
@@ -240,11 +247,12 @@ def attention_share_explorer(model: str = "Llama 3.1 8B") -> Explorer:
         _menu("model", "Model", list(models), model),
         _slider("context", "Context, tokens", 32_768, 1024, LONGEST, 1024),
     ]
+    axis_title = "Context, tokens (1k = 1,024)"
     x = alt.X(
         "n:Q",
         scale=alt.Scale(type="log", base=2, domain=[512, 2**19], nice=False),
         axis=alt.Axis(values=[2**e for e in range(10, 20, 2)], labelExpr="format(datum.value / 1024, 'd') + 'k'"),
-        title="Context, tokens (1k = 1,024)",
+        title=axis_title,
     )
     y = alt.Y(
         "share:Q",
@@ -291,11 +299,11 @@ def attention_share_explorer(model: str = "Llama 3.1 8B") -> Explorer:
         .mark_point(shape="diamond", filled=True, size=90, opacity=1, color=ORANGE)
         .encode(x=x, y=y)
     )
-    rule = base.mark_rule(strokeDash=[2, 3], strokeWidth=2, color=GREEN).encode(x=alt.X("six_d:Q", title=None))
+    rule = base.mark_rule(strokeDash=[2, 3], strokeWidth=2, color=GREEN).encode(x=alt.X("six_d:Q", title=axis_title))
     lines = base.transform_calculate(
-        prompt_words="'whole prompt: half at ' + format(datum.prompt, ',.0f')",
-        last_words="'last token: half at ' + format(datum.last, ',.0f')",
-        rule_words="'6 d (dotted): ' + format(datum.six_d, ',d')",
+        prompt_words="'whole prompt: half at ' + format(datum.prompt, ',.0f') + ' tokens'",
+        last_words="'last token: half at ' + format(datum.last, ',.0f') + ' tokens'",
+        rule_words="'6 d (dotted): ' + format(datum.six_d, ',d') + ' tokens'",
     )
     chart = alt.layer(
         half, rule, curves, crossings, points, percent.encode(x=x, y=y, text="words:N"),
@@ -306,11 +314,10 @@ def attention_share_explorer(model: str = "Llama 3.1 8B") -> Explorer:
     )  # fmt: skip
     facts = []
     for name, shape in models.items():
-        ends = (crossover_prefill(shape), crossover_last_token(shape))
+        two = " and ".join(f"{attention_share(shape, n):.0%} of a prompt of {n:,} tokens" for n in (4096, LONGEST))
         facts.append(
-            f"{name}: {attention_share(shape, 4096):.0%} of a prompt of 4,096 tokens, {attention_share(shape, LONGEST):.0%}"
-            f" of {LONGEST:,}; half at {ends[0]:,.0f} tokens, of the last token at {ends[1]:,.0f};"
-            f" 6 d is {crossover_6d(shape):,}"
+            f"{name}: {two}; half at {crossover_prefill(shape):,.0f} tokens, of the last token at"
+            f" {crossover_last_token(shape):,.0f}; 6 d is {crossover_6d(shape):,}"
         )
     return Explorer(
         name="attention-share",
@@ -347,7 +354,7 @@ def _coefficients(i: int, shape: ModelShape) -> dict[str, Any]:
         "decode_pair": decode / L,
         "prefill_pair": prefill / (3 * L),
         "decode_key": total(one).kv_bytes / L,
-        "prefill_key": total(pair).kv_bytes / (2 * L),
+        "prefill_key": total(pair).kv_bytes / 2,
         "values": kv_bytes_per_token(shape, 1) / L,
         "weights": weights - chosen * experts,
         "experts": experts,
@@ -370,7 +377,7 @@ def _slider(name: str, label: str, start: int, low: int, high: int, step: int) -
 def _line(base: alt.Chart, away: int, words: str = "words", top: bool = False) -> alt.Chart:
     """A line of text at the right edge, so many pixels from the bottom or from the top."""
     y = alt.value(away) if top else alt.ExprRef(f"height - {away}")
-    mark = {"align": "right", "baseline": "top" if top else "bottom", "dx": -4}
+    mark: dict[str, Any] = {"align": "right", "baseline": "top" if top else "bottom", "dx": -4}
     if top:
         return base.mark_text(**mark).encode(x=alt.value("width"), y=y, text=f"{words}:N")
     return base.mark_text(**mark, y=y).encode(x=alt.value("width"), text=f"{words}:N")

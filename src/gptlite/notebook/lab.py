@@ -115,6 +115,7 @@ class Lab:
     def stop(self) -> None:
         """Ends the run after the point that is being measured."""
         self._stopping.set()
+        self.stop_button.disabled = True
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits for the run to end, for at most `timeout` seconds. Returns: whether it has ended."""
@@ -218,7 +219,7 @@ class Lab:
         self.message = message
         self.status.value = f'<span role="status">{html.escape(message)}</span>'
         self.run_button.disabled = state == "running"
-        self.stop_button.disabled = state != "running"
+        self.stop_button.disabled = state != "running" or self._stopping.is_set()
         self.save_button.disabled = state == "running" or not (self.recording and self.recording.points)
         self.state = state  # last: who waits for it finds the rest in place
 
@@ -273,6 +274,8 @@ class Lab:
         if self.recording:
             versions = ", ".join(f"{name} {version}" for name, version in self.recording.versions.items())
             note = f"The last run, on {self._machine()} ({versions}). {LIVE}"
+        if self.state == "failed":
+            note = f"The last run failed: {self.message}. {note}"
         return (
             f'<section class="gptlite-lab" aria-label="{html.escape(self.title)}"><p class="gptlite-lab-note">'
             f"{html.escape(note)}</p>{self.extra()}{self._svg()}{self._rows_html()}</section>"
