@@ -11,6 +11,7 @@ seconds say more.
 """
 
 import argparse
+import copy
 import json
 import sys
 import time
@@ -27,6 +28,7 @@ import gptlite
 from gptlite.cache.dense import DynamicCache, StaticCache
 from gptlite.config import preset
 from gptlite.export import opt_config, opt_weights
+from gptlite.fast import order_weights
 from gptlite.hardware import machine
 from gptlite.measure import synchronize
 from gptlite.record import random_model
@@ -51,7 +53,11 @@ def engines(
     """Each engine as a call that returns the prompt and n_new greedy tokens [B, n + n_new]."""
     B, n = prompt.shape
 
-    def ours(make_cache: Callable[[], DynamicCache | StaticCache]) -> Callable[[], Tensor]:
+    ordered = order_weights(copy.deepcopy(model))
+
+    def ours(
+        make_cache: Callable[[], DynamicCache | StaticCache], model: gptlite.GPTlite = model
+    ) -> Callable[[], Tensor]:
         return lambda: gptlite.generate(model, prompt, n_new, GREEDY, make_cache())
 
     def theirs(**options: str | bool) -> Callable[[], Tensor]:
@@ -63,6 +69,7 @@ def engines(
         PEER: theirs(),
         "transformers generate, static cache": theirs(cache_implementation="static", disable_compile=True),
         OURS: ours(lambda: StaticCache(model, B, n + n_new)),
+        f"{OURS}, ordered weights": ours(lambda: StaticCache(model, B, n + n_new), ordered),
         "gptlite dynamic cache": ours(lambda: DynamicCache(model)),
     }
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from gptlite.attention import attend, visible
+from gptlite.attention import attend
 from gptlite.cache.contract import Cache, Segment, whole_batch
 from gptlite.config import GPTConfig
 
@@ -42,15 +42,14 @@ class MultiHeadAttention(nn.Module):
         v = self.value_proj(x).unflatten(-1, (n_kv_heads, -1))  # [n, G, Dv]
         return q, k, v
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attention of one segment: q [B, H, S, D], k [B, G, T, D], v [B, G, T, Dv], positions [B, S] and [B, T].
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tensor, mask: Tensor) -> Tensor:
+        """Attention of one segment: q [B, H, S, D], k [B, G, T, D], v [B, G, T, Dv] -> [B, H, S, Dv].
 
         Args:
-            mask: bool [B, 1, S, T], a tree's mask, ANDed with `visible`; None where there is no tree.
-        Returns: [B, H, S, Dv].
+            q_pos, k_pos: positions [B, S] and [B, T], for a variant that skips what cannot be seen.
+            mask: bool [B, 1 or G, S, T], which keys each query sees; `Segment.visible` made it.
         """
-        seen = visible(q_pos, k_pos, self.window, self.sinks)
-        return attend(q, k, v, seen if mask is None else seen & mask, self.scale)
+        return attend(q, k, v, mask, self.scale)
 
     def forward(self, x: Tensor, segments: list[Segment], cache: Cache | None, layer: int) -> Tensor:
         """x [n, d] -> [n, d]: linear layers over all packed tokens, attention per segment {cite}`yu2022orca`."""
@@ -59,7 +58,8 @@ class MultiHeadAttention(nn.Module):
         for segment in segments:
             qs, ks, vs = (segment.take(part).transpose(1, 2) for part in (q, k, v))  # [B, heads, S, D]
             if cache is None:
-                out = self.mix(qs, ks, vs, segment.positions, segment.positions, segment.mask)  # [B, H, S, Dv]
+                mask = segment.visible(segment.positions, self.window, self.sinks)  # [B, 1, S, S]
+                out = self.mix(qs, ks, vs, segment.positions, segment.positions, mask)  # [B, H, S, Dv]
             else:
                 out = cache.attend(layer, qs, ks, vs, segment, self)
             mixed.append(out.transpose(1, 2).flatten(0, 1).flatten(1))  # [B * S, H * Dv]

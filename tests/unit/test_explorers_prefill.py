@@ -151,8 +151,7 @@ def test_a_single_sequence_decodes_at_the_limit_of_memory_on_every_gpu(card):
 
 
 def rows(explorer):
-    [values] = [data for data in explorer.spec["datasets"].values()] if "datasets" in explorer.spec else [[]]
-    return values or explorer.spec["data"]["values"]
+    return explorer.spec["data"]["values"]
 
 
 def test_measured_and_bound_are_those_of_the_recording():
@@ -207,9 +206,8 @@ def test_the_reader_chooses_among_machines():
         "OtherCPU, gpt2 in fp32, measured",
         "L4, 1b in 16 bits, bound only",
     ]
-    assert "TestCPU, gpt2 in fp32, measured, context 64: batch 1: 10 ms, 100 token/s; batch 8: 20 ms, 400 token/s" in repr(
-        explorer
-    )  # fmt: skip
+    ends = "batch 1: 10 ms, 100 token/s; batch 8: 20 ms, 400 token/s"
+    assert f"TestCPU, gpt2 in fp32, measured, context 64: {ends}" in repr(explorer)
 
 
 def test_a_context_that_was_left_out_is_no_curve():

@@ -7,11 +7,13 @@ drafts and their rollback are all the same code.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from gptlite.attention import visible
 
 if TYPE_CHECKING:
     from gptlite.model import MultiHeadAttention
@@ -43,6 +45,21 @@ class Segment:
     slots: Tensor | None = None
     k_pos: Tensor | None = None
     mask: Tensor | None = None
+    _visible: dict[tuple[int | None, int], Tensor] = field(default_factory=dict, repr=False)
+
+    def visible(self, k_pos: Tensor, window: int | None = None, sinks: int = 0) -> Tensor:
+        """Which keys each token sees: `attention.visible` and the tree's mask, bool [B, 1 or G, S, T].
+
+        Made once per step for all layers that attend to the same keys with the same window.
+        """
+        shared = k_pos is self.k_pos or k_pos is self.positions
+        if shared and (window, sinks) in self._visible:
+            return self._visible[window, sinks]
+        mask = visible(self.positions, k_pos, window, sinks)
+        mask = mask if self.mask is None else mask & self.mask
+        if shared:
+            self._visible[window, sinks] = mask
+        return mask
 
     def take(self, packed: Tensor) -> Tensor:
         """The segment's part of packed [n, ...] as [B, S, ...]."""
@@ -90,7 +107,8 @@ class Cache:
         """
         keys, values, k_pos = self.update(layer, k, v, segment)
         # values are None for a latent alone, and then the layer's mix expands it
-        return attention.mix(q, keys, values, segment.positions, k_pos, segment.mask)  # type: ignore[arg-type]
+        mask = segment.visible(k_pos, attention.window, attention.sinks)
+        return attention.mix(q, keys, values, segment.positions, k_pos, mask)  # type: ignore[arg-type]
 
     def keep(self, sequences: Sequence[Hashable], kept: Sequence[int | Sequence[int]]) -> None:
         """Keeps some of the last step's tokens of each sequence, and forgets the others as if never seen.

@@ -70,7 +70,9 @@ class DynamicCache(TrackedCache):
     ) -> Tensor:
         """Appends the real tokens of new [B, G, S, D] to each sequence's own, and pads all to [B, G, T, D]."""
         for key, row in zip(sequences, new, strict=True):
-            store[key][layer] = torch.cat([store[key][layer], row[:, self._real[key]]], dim=1)  # [G, n, D]
+            real = self._real[key]
+            row = row if len(real) == row.shape[1] else row[:, real]  # without its holes [G, S, D]
+            store[key][layer] = torch.cat([store[key][layer], row], dim=1)  # [G, n, D]
         rows = [store[key][layer] for key in sequences]
         padded = [row if row.shape[1] == T else F.pad(row, (0, 0, 0, T - row.shape[1])) for row in rows]
         return padded[0][None] if len(padded) == 1 else torch.stack(padded)  # a lone row is not copied

@@ -81,7 +81,8 @@ def check_best_batch(best_batch: Callable[[dict[int, float], float], int | None]
         (jump, 1000.0, 8),  # and 64 every 200
         ({32: 36.0, 1: 10.0, 4: 11.0}, 12.0, 4),  # in any order
     ]
-    _report(best_batch, [(f"{tpots} with a limit of {limit} ms", (dict(tpots), limit), right) for tpots, limit, right in cases])  # fmt: skip
+    words = "{} with a limit of {} ms"
+    _report(best_batch, [(words.format(tpots, limit), (dict(tpots), limit), right) for tpots, limit, right in cases])
 
 
 def _report(function: Callable[..., Any], cases: Iterable[Case]) -> None:

@@ -93,7 +93,7 @@ def request_timeline(presets: tuple[str, ...] = ("gpt2", "1b", "7b"), card: str 
         .transform_calculate(prefill=prefill.format(n="datum.n"), step=step)
         .transform_calculate(decode="(datum.m - 1) * datum.step")
     )
-    x_title, phases = "Time, s", ["prefill", "decode"]
+    phases = ["prefill", "decode"]
     y = alt.Y(
         "which:N",
         title=None,
@@ -101,12 +101,12 @@ def request_timeline(presets: tuple[str, ...] = ("gpt2", "1b", "7b"), card: str 
         scale=alt.Scale(range=[92, 240], paddingInner=0.35),
     )
     bars = (
-        timed.transform_fold(phases, as_=["phase", "seconds"])
+        timed.transform_fold(["prefill", "decode"], as_=["phase", "seconds"])
         .transform_calculate(order="datum.phase == 'decode'")
         .mark_bar()
         .encode(
             y=y,
-            x=alt.X("seconds:Q", title=x_title, stack=True, axis=alt.Axis(format="~g", tickCount=5, grid=False)),
+            x=alt.X("seconds:Q", title="Time, s", stack=True, axis=alt.Axis(format="~g", tickCount=5, grid=False)),
             color=alt.Color(
                 "phase:N",
                 scale=alt.Scale(domain=phases, range=[BLUE, ORANGE]),
@@ -126,12 +126,13 @@ def request_timeline(presets: tuple[str, ...] = ("gpt2", "1b", "7b"), card: str 
         .transform_filter("datum.i == 0")
         .transform_calculate(times="datum.uncached / (datum.prefill + datum.decode)")
     )
+    slower = "', ' + format(datum.times, ',.1f') + ' times as long'"
     lines = [
         (here, "'TTFT ' + {0} + ', limited by ' + datum.limit", "datum.prefill"),
         (here, "'TPOT ' + {0} + ', limited by memory'", "datum.step"),
         (here, "'the whole answer after ' + {0}", "datum.prefill + datum.decode"),
-        (uncached, "'without a cache after ' + {0} + ', ' + format(datum.times, ',.1f') + ' times as long'", "datum.uncached"),
-    ]  # fmt: skip
+        (uncached, f"'without a cache after ' + {{0}} + {slower}", "datum.uncached"),
+    ]
     texts = [
         base.transform_calculate(words=words.format(_time(seconds)))
         .mark_text(align="left", baseline="top")
@@ -141,11 +142,11 @@ def request_timeline(presets: tuple[str, ...] = ("gpt2", "1b", "7b"), card: str 
     return Explorer(
         name="request-timeline",
         chart=alt.layer(bars, *texts).add_params(*controls).properties(width="container", height=240),
-        alt_text="Stacked bars of the least time of a request: prefill, then decode, for the chosen request, for a prompt"
-        " twice as long and for an answer twice as long. Above them TTFT, TPOT, the time of the whole answer, and the"
-        " time without a cache. Menus choose the model and the GPU, sliders the tokens of the prompt and the answer.",
-        caption="The least time of one request by arithmetic, in 16 bits: all of the prompt in one pass, then a pass for"
-        " each new token.",
+        alt_text="Stacked bars of the least time of a request: prefill, then decode, for the chosen request, for a"
+        " prompt twice as long and for an answer twice as long. Above them TTFT, TPOT, and the time of the whole answer"
+        " with and without a cache. Menus choose the model and the GPU, sliders the tokens of prompt and answer.",
+        caption="The least time of one request by arithmetic, in 16 bits: all of the prompt in one pass, then a pass"
+        " for each new token.",
         facts=tuple(_request_in_words(name, card, 1024, 256) for name in presets),
     )
 
@@ -223,9 +224,14 @@ def batch_tradeoff(
         ),
     ]
     shown = alt.Chart(alt.Data(values=rows)).transform_filter("datum.machine == machine && datum.context == context")
-    x_title, y_title = "TPOT, ms", "Throughput, token/s"
+    x_title = "TPOT, ms"  # of two fields, and one axis
     x = alt.X("tpot:Q", title=x_title, axis=alt.Axis(format="~g", tickCount=5))
-    y = alt.Y("throughput:Q", title=y_title, scale=alt.Scale(type="log", nice=False, padding=32), axis=alt.Axis(format="~s", tickCount=5))  # fmt: skip
+    y = alt.Y(
+        "throughput:Q",
+        title="Throughput, token/s",
+        scale=alt.Scale(type="log", nice=False, padding=32),
+        axis=alt.Axis(format="~s", tickCount=5),
+    )
     kinds = ["measured", "bound"]
     colour = alt.Color(
         "kind:N",
