@@ -1,6 +1,7 @@
 """What the pages load, all of it from the book itself: MathJax, Vega and the colour of each part."""
 
 import importlib.util
+import re
 import shutil
 from pathlib import Path
 
@@ -8,6 +9,11 @@ import vl_convert
 from sphinx.application import Sphinx
 
 MATHJAX_PARTS = ("tex-chtml.js", "output/chtml/fonts/woff-v2")  # the rest of its 24 MB is other formats
+
+ICON = re.compile(
+    r"""(?P<quote>"?)(?P<name>[\w-]+)(?P=quote):\[\d+,\d+,\[(?P<aliases>[^\]]*)\],"[0-9a-f]+","""
+    r"""(?:"[^"]*"|\[(?:"[^"]*",?)*\])\],?"""
+)
 
 FIRST_PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -62,6 +68,23 @@ def page_context(app: Sphinx, page: str, template: str, context: dict, doctree) 
         context[kind] = [file for file in context[kind] if not wants_thebe(file)]
 
 
+def trim_icons(built: Path) -> None:
+    """Keep, of the theme's 2,000 icons (half a megabyte on the wire), those whose names stand in the built pages.
+
+    Raises: ValueError when the file is not as expected.
+    """
+    icons = built / "_static" / "scripts" / "fontawesome.js"
+    pages = [*built.rglob("*.html"), *(file for file in built.rglob("*.js") if file != icons)]
+    used = {name for page in pages for name in re.findall(r"\bfa-([a-z0-9-]+)", page.read_text(encoding="utf-8"))}
+    text, n_icons = ICON.subn(
+        lambda icon: icon[0] if used & {icon["name"], *re.findall(r'"([^"]+)"', icon["aliases"])} else "",
+        icons.read_text(encoding="utf-8"),
+    )
+    if n_icons < 1000:
+        raise ValueError(f"{icons.name} has {n_icons} icons of the expected form, it should have about 2,000")
+    icons.write_text(text, encoding="utf-8")
+
+
 def write_assets(app: Sphinx, exception: Exception | None) -> None:
     """Write MathJax's and Vega's files and the redirect from index.html into the built book."""
     if exception or app.builder.name != "html":
@@ -76,6 +99,7 @@ def write_assets(app: Sphinx, exception: Exception | None) -> None:
             shutil.copyfile(mathjax / part, static / "mathjax" / part)
     # in a function of its own, the bundle's names stay apart from the theme's, and a page opened as a file loads it too
     (static / "vega.bundle.js").write_text(f"(() => {{{vl_convert.javascript_bundle()}\n}})();\n", encoding="utf-8")
+    trim_icons(Path(app.outdir))
     first = FIRST_PAGE.format(title=app.config.html_title, page=f"{app.config.root_doc}.html")
     (Path(app.outdir) / "index.html").write_text(first, encoding="utf-8")
 

@@ -1,5 +1,6 @@
 """The built book behind a server of its own, and what the tests see of a page in a browser."""
 
+import contextlib
 import gzip
 import importlib.util
 import mimetypes
@@ -45,8 +46,9 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Cache-Control", "max-age=600")
         self.end_headers()
-        self.wfile.write(body)
-        self.server.sent.append((name, len(body)))
+        with contextlib.suppress(BrokenPipeError):  # the browser went on to another page
+            self.wfile.write(body)
+            self.server.sent.append((name, len(body)))
 
     def log_message(self, *args: object) -> None:
         pass

@@ -28,6 +28,14 @@ def test_the_mode_is_the_readers(site: Site, visit: Visit) -> None:
     assert not visit.complaints
 
 
+def test_the_buttons_have_their_icons(site: Site, visit: Visit) -> None:
+    page = visit.page
+    page.goto(site.url("chapters/01_gptlite.html"))
+    settle(page)
+    assert page.locator("svg.svg-inline--fa").count() >= 5
+    assert page.locator("svg.svg-inline--fa:not(:has(path)), svg[data-icon='question'], i[class*='fa-']").count() == 0
+
+
 def test_a_part_has_one_accent_on_page_and_controls(site: Site, visit: Visit) -> None:
     page = visit.page
     accents = {}

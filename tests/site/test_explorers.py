@@ -84,7 +84,8 @@ def test_the_distribution_is_the_packages_own(site: Site, visit: Visit) -> None:
     logits = torch.tensor([row["logit"] for row in sorted(rows, key=lambda row: row["token"])])
 
     def shown() -> list[str]:
-        return [text for text in words(explorer) if re.fullmatch(r"\d+\.\d%", text)]
+        values = [text for text in words(explorer) if re.fullmatch(r"\d+\.\d%", text)]
+        return sorted(values, key=lambda text: -float(text.rstrip("%")))
 
     def expected(**settings: float) -> list[str]:
         best = probabilities(logits[None], SamplingParams(**settings))[0].sort(descending=True).values
@@ -100,7 +101,7 @@ def test_the_distribution_is_the_packages_own(site: Site, visit: Visit) -> None:
         ("Top-p", "ArrowLeft", 20, {"top_p": 0.8}),
         ("Temperature", "Home", 1, {"temperature": 0.0}),
     ):
-        explorer.get_by_label(label).focus()
+        explorer.locator(".gptlite-controls").get_by_label(label).focus()
         for _ in range(presses):
             visit.page.keyboard.press(key)
         settings |= setting
@@ -126,10 +127,10 @@ def test_the_work_per_byte_is_the_packages_own(site: Site, visit: Visit) -> None
         return f"{total(decode_costs(ModelShape.of(preset('7b')), batch, context)).intensity:.1f}"
 
     assert shown() == expected(8, 1024)
-    explorer.get_by_label("Batch").focus()
+    explorer.locator(".gptlite-controls").get_by_label("Batch").focus()
     visit.page.keyboard.press("End")
     assert shown() == expected(256, 1024)
-    explorer.get_by_label("Context").focus()
+    explorer.locator(".gptlite-controls").get_by_label("Context").focus()
     visit.page.keyboard.press("ArrowRight")
     assert shown() == expected(256, 1152)
 

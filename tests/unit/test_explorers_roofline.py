@@ -23,7 +23,8 @@ from gptlite.arithmetic import (
     total,
 )
 from gptlite.hardware import gpu, gpus
-from gptlite.notebook.explorers_roofline import LONGEST, memory_budget, roofline, share_of_attention
+from gptlite.notebook.explorers_roofline import LONGEST, measured_steps, memory_budget, roofline, share_of_attention
+from gptlite.record import Point, Recording
 
 MODELS, CARDS = list(shipped_models()), list(gpus())
 PLOT = 1000  # px, width of the plot in which places are read
@@ -164,6 +165,34 @@ def test_curves_pass_through_the_points():
         assert 1 - point["y"] / 340 == pytest.approx(attention_share(shape, round(n)), abs=1e-3)
 
 
+def recording(name, factor):
+    points = [
+        Point({"what": "matrix product"}, [2 / factor, 1 / factor], flops=100e9),
+        Point({"what": "copy"}, [1 / factor], bytes=10e9),
+        Point({"batch": 4, "context": 9}, [3.0, 1.0, 1.0], flops=5e9, bytes=5e9),
+        Point({"batch": 1, "length": 32}, [1.0], flops=50e9, bytes=1e9),
+    ]
+    return Recording("roofline", {"preset": "gpt2", "dtype": "float32"}, {"name": name}, points=points)
+
+
+def test_recorded_steps_stand_where_they_were_measured():
+    explorer = measured_steps([recording("A", 1), recording("B", 2)])
+    facts = "\n".join(explorer.facts)
+    assert "A, gpt2 in float32: ridge point 10.0 FLOP per byte" in facts
+    assert "decode, batch 4, context 9: 1.0 FLOP/B, 5.0 GFLOP/s, 50% of the roof" in facts
+    assert "prefill of 32 tokens: 50.0 FLOP/B, 50.0 GFLOP/s, 25% of the roof" in facts  # of B, twice as fast
+    for machine in (0, 1):
+        scene = draw(explorer, machine=machine)
+        points = marks(scene, "symbol", "layer_1")
+        assert [along(item["x"], PLOT, 0.1, 10_000) for item in points] == pytest.approx([1, 50], rel=1e-6)
+        bottom, corner, top = sorted((item["x"], item["y"]) for item in marks(scene, "line"))
+        assert along(corner[0], PLOT, 0.1, 10_000) == pytest.approx(10, rel=1e-6)
+        assert corner[1] == top[1] < bottom[1]
+        assert {"4", "32"} <= set(words(scene))
+    with pytest.raises(ValueError, match="the recording on A has no roof"):
+        measured_steps([Recording("roofline", {}, {"name": "A"})])
+
+
 def test_unknown_choices_are_named():
     with pytest.raises(ValueError, match=r"GPU is 'H1', it must be one of V100"):
         roofline(card="H1")
@@ -219,9 +248,9 @@ MOVE = """async (values) => {
   return [words, (performance.now() - start) / Object.keys(values).length];
 }"""
 MOVES = {
-    roofline: [{"batch": 1 + 50 * i, "context": 1024 * (1 + i), "model": i, "card": 2 * i} for i in range(8)],
-    memory_budget: [{"context": 1024 * (1 + 8 * i), "model": 2 * i, "card": 20 - i} for i in range(8)],
-    share_of_attention: [{"context": 1024 * (1 + 9 * i), "model": i} for i in range(8)],
+    roofline: [{"batch": 1 + 50 * i, "context": 1024 * (1 + i), "model": i, "card": 2 * i} for i in range(5)],
+    memory_budget: [{"context": 1024 * (1 + 8 * i), "model": 2 * i, "card": 20 - i} for i in range(5)],
+    share_of_attention: [{"context": 1024 * (1 + 9 * i), "model": i} for i in range(5)],
 }
 
 

@@ -106,7 +106,7 @@ def request_timeline(presets: tuple[str, ...] = ("gpt2", "1b", "7b"), card: str 
         .mark_bar()
         .encode(
             y=y,
-            x=alt.X("seconds:Q", title="Time, s", stack=True, axis=alt.Axis(format="~g", tickCount=5, grid=False)),
+            x=alt.X("seconds:Q", title="Time, s", stack=True, axis=alt.Axis(format=",~f", tickCount=5, grid=False)),
             color=alt.Color(
                 "phase:N",
                 scale=alt.Scale(domain=phases, range=[BLUE, ORANGE]),
@@ -225,7 +225,7 @@ def batch_tradeoff(
     ]
     shown = alt.Chart(alt.Data(values=rows)).transform_filter("datum.machine == machine && datum.context == context")
     x_title = "TPOT, ms"  # of two fields, and one axis
-    x = alt.X("tpot:Q", title=x_title, axis=alt.Axis(format="~g", tickCount=5))
+    x = alt.X("tpot:Q", title=x_title, axis=alt.Axis(format=",~f", tickCount=5))
     y = alt.Y(
         "throughput:Q",
         title="Throughput, token/s",
@@ -302,7 +302,10 @@ def _ends(machine: str, context: int, times: Sequence[tuple[int, float]]) -> lis
     """The smallest and the largest batch in words."""
     if not times:
         return []
-    ends = "; ".join(f"batch {B}: {1e3 * t:.4g} ms, {B / t:,.4g} token/s" for B, t in (times[0], times[-1]))
+    ends = "; ".join(
+        f"batch {B}: {1e3 * t:.4g} ms, {format(B / t, ',.0f' if B / t >= 1000 else '.3g')} token/s"
+        for B, t in (times[0], times[-1])
+    )
     return [f"{machine}, context {context:,}: {ends}"]
 
 

@@ -1,6 +1,6 @@
 """The explorers of the chapter on the roofline; their numbers come from `gptlite.arithmetic` and `gptlite.hardware`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import altair as alt
@@ -24,6 +24,7 @@ from gptlite.arithmetic import (
 )
 from gptlite.hardware import gpu, gpus
 from gptlite.notebook.chart import BLUE, GREEN, ORANGE, VERMILION, Explorer
+from gptlite.record import Recording
 
 LONGEST = 131_072  # tokens, upper end of the sliders that ask for a long context
 RESERVE = 0.1  # share of a GPU's memory kept for activations and buffers, as in `gptlite.arithmetic.kv_budget`
@@ -329,6 +330,91 @@ def share_of_attention(model: str = "Llama 3.1 8B") -> Explorer:
         caption="Attention's share of a prefill's FLOPs and of its last token's, with both crossovers.",
         facts=tuple(facts),
     )
+
+
+def measured_steps(recordings: Sequence[Recording]) -> Explorer:
+    """What decode steps and prefills reached on real machines, below the roof that was measured beside them.
+
+    Args:
+        recordings: of the sweep `roofline`; a reader chooses among their machines.
+    Raises: ValueError when there is none, or one has no roof.
+    """
+    rows, roofs, names, facts = [], [], [], []
+    for i, recording in enumerate(recordings):
+        peak, bandwidth = measured_roof(recording)
+        if not (peak and bandwidth):
+            raise ValueError(f"the recording on {recording.machine.get('name')} has no roof")
+        names.append(f"{recording.machine['name']}, {recording.params['preset']} in {recording.params['dtype']}")
+        roofs += [
+            {"machine": i, "intensity": x, "gflops": min(peak, bandwidth * x) / 1e9}
+            for x in sorted({0.1, peak / bandwidth, 10_000.0})
+        ]
+        facts.append(f"{names[-1]}: ridge point {peak / bandwidth:.1f} FLOP per byte")
+        for point in recording.points:
+            if point.flops and point.bytes:
+                intensity, rate = point.flops / point.bytes, point.flops / point.median
+                share = rate / min(peak, bandwidth * intensity)
+                phase = "prefill" if "length" in point.at else "decode"
+                reached = f"{intensity:,.1f} FLOP/B, {rate / 1e9:,.1f} GFLOP/s, {share:.0%} of the roof"
+                words = f"{step_in_words(point.at)}: {reached}"
+                facts.append(f"  {words}")
+                rows.append(
+                    {"machine": i, "phase": phase, "intensity": intensity, "gflops": rate / 1e9, "words": words}
+                    | {"label": str(point.at.get("length") or point.at["batch"])}
+                )
+    controls = [_menu("machine", "Machine", names, names[0] if names else "")]
+    x = alt.X(
+        "intensity:Q",
+        scale=alt.Scale(type="log", nice=False, domain=[0.1, 10_000]),
+        axis=alt.Axis(values=[0.1, 1, 10, 100, 1000, 10_000], format="~s"),
+        title="Work per byte, FLOP per byte",
+    )
+    y = alt.Y("gflops:Q", scale=alt.Scale(type="log"), axis=alt.Axis(format="~s"), title="Rate, GFLOP/s")
+    phases = alt.Scale(domain=["decode", "prefill"], range=[BLUE, VERMILION])
+    steps = alt.Chart(alt.Data(values=rows)).transform_filter("datum.machine == machine")
+    chart = alt.layer(
+        alt.Chart(alt.Data(values=roofs))
+        .transform_filter("datum.machine == machine")
+        .mark_line(color=ORANGE, strokeWidth=3)
+        .encode(x=x, y=y),
+        steps.mark_point(filled=True, size=90, opacity=1).encode(
+            x=x, y=y,
+            color=alt.Color("phase:N", scale=phases, legend=alt.Legend(orient="top", title=None)),
+            shape=alt.Shape("phase:N", scale=alt.Scale(domain=["decode", "prefill"], range=["circle", "square"])),
+            tooltip="words:N",
+        ),
+        steps.mark_text(align="left", baseline="top", dx=7, dy=2).encode(x=x, y=y, text="label:N"),
+    )  # fmt: skip
+    return Explorer(
+        name="measured-steps",
+        chart=chart.add_params(*controls).properties(width="container", height=320),
+        alt_text="The measured roofline of a machine on two logarithmic axes, with a circle for each decode step,"
+        " labelled with its batch, and a square for each prefill, labelled with its tokens, at the rate they reached."
+        " A menu chooses the machine.",
+        caption="Steps as recorded, below the roof of the same machine; labels are batch sizes and tokens of prompts.",
+        facts=tuple(facts),
+    )
+
+
+def measured_roof(recording: Recording) -> tuple[float, float]:
+    """The roof inside a recording of the sweep `roofline`: the best sample of the product and of the copy.
+
+    Returns: (FLOP/s, bytes/s); 0 for what is not measured yet.
+    """
+    best = {point.at["what"]: point for point in recording.points if "what" in point.at}
+    product, copy = best.get("matrix product"), best.get("copy")
+    peak = product.flops / min(product.samples) if product and product.flops else 0.0
+    bandwidth = copy.bytes / min(copy.samples) if copy and copy.bytes else 0.0
+    return peak, bandwidth
+
+
+def step_in_words(at: Mapping[str, Any]) -> str:
+    """What a point of the sweep `roofline` measured."""
+    if "what" in at:
+        return str(at["what"])
+    if "length" in at:
+        return f"prefill of {at['length']} tokens"
+    return f"decode, batch {at['batch']}, context {at['context']}"
 
 
 def _coefficients(i: int, shape: ModelShape) -> dict[str, Any]:

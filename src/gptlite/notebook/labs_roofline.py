@@ -25,6 +25,7 @@ from gptlite.arithmetic import (
 from gptlite.config import preset
 from gptlite.hardware import gpu, gpus
 from gptlite.notebook.controls import Control, Menu, Slider, Text
+from gptlite.notebook.explorers_roofline import measured_roof, step_in_words
 from gptlite.notebook.lab import LIVE, Lab
 from gptlite.notebook.tables import Table
 from gptlite.progress import Progress
@@ -69,7 +70,7 @@ class RooflineLab(Lab):
 
     def draw(self, axes: Axes, recording: Recording) -> None:
         """Rate against work per byte, both logarithmic: the measured roof, and what each step reached."""
-        peak, bandwidth = roof_of(recording)
+        peak, bandwidth = measured_roof(recording)
         ends = (0.1, 10_000.0)
         if peak and bandwidth:
             at = sorted({*ends, peak / bandwidth})
@@ -93,7 +94,7 @@ class RooflineLab(Lab):
 
     def rows(self, recording: Recording) -> list[dict[str, Any]]:
         """Returns: for each point its work per byte, what it reached, and its share of what the roof allows."""
-        peak, bandwidth = roof_of(recording)
+        peak, bandwidth = measured_roof(recording)
         rows = []
         for point in recording.points:
             work, rate, share = "", "", ""
@@ -105,7 +106,7 @@ class RooflineLab(Lab):
                 rate = f"{_rate(point):.1f}"
             rows.append(
                 {
-                    "Step": _words(point.at),
+                    "Step": step_in_words(point.at),
                     "Work per byte (FLOP/B)": work,
                     "Rate (GFLOP/s)": rate,
                     "Bandwidth (GB/s)": f"{point.bytes / point.median / 1e9:.1f}" if point.bytes else "",
@@ -116,20 +117,8 @@ class RooflineLab(Lab):
             )
         empty = dict.fromkeys(list(rows[0])[1:-1], "")
         return rows + [
-            {"Step": _words(left["at"]), **empty, "Samples (ms)": left["why"]} for left in recording.left_out
+            {"Step": step_in_words(left["at"]), **empty, "Samples (ms)": left["why"]} for left in recording.left_out
         ]
-
-
-def roof_of(recording: Recording) -> tuple[float, float]:
-    """The roof that a recording of the sweep `roof` or `roofline` holds: the best sample of each.
-
-    Returns: (FLOP/s, bytes/s); 0 for what is not measured yet.
-    """
-    best = {point.at.get("what"): point for point in recording.points if "what" in point.at}
-    product, copy = best.get("matrix product"), best.get("copy")
-    peak = product.flops / min(product.samples) if product and product.flops else 0.0
-    bandwidth = copy.bytes / min(copy.samples) if copy and copy.bytes else 0.0
-    return peak, bandwidth
 
 
 def _kind(point: Point) -> str:
@@ -143,14 +132,6 @@ def _intensity(point: Point) -> float:
 def _rate(point: Point) -> float:
     """GFLOP/s at the median."""
     return (point.flops or 0) / point.median / 1e9
-
-
-def _words(at: dict[str, Any]) -> str:
-    if "what" in at:
-        return str(at["what"])
-    if "length" in at:
-        return f"prefill of {at['length']} tokens"
-    return f"decode, batch {at['batch']}, context {at['context']}"
 
 
 def model_rows(shape: ModelShape, card: str, n_context: int, batch: int) -> list[dict[str, Any]]:
