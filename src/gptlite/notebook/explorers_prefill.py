@@ -219,7 +219,7 @@ def batch_tradeoff(
         ),
         alt.param(
             name="times",
-            value=1.5,
+            value=2.5,
             bind=alt.binding_range(min=1, max=6, step=0.1, name="TPOT at most, × batch 1 "),
         ),
     ]

@@ -366,10 +366,10 @@ def measured_steps(recordings: Sequence[Recording]) -> Explorer:
     x = alt.X(
         "intensity:Q",
         scale=alt.Scale(type="log", nice=False, domain=[0.1, 10_000]),
-        axis=alt.Axis(values=[0.1, 1, 10, 100, 1000, 10_000], format="~s"),
+        axis=alt.Axis(values=[0.1, 1, 10, 100, 1000, 10_000], format=",~g"),
         title="Work per byte, FLOP per byte",
     )
-    y = alt.Y("gflops:Q", scale=alt.Scale(type="log"), axis=alt.Axis(format="~s"), title="Rate, GFLOP/s")
+    y = alt.Y("gflops:Q", scale=alt.Scale(type="log"), axis=alt.Axis(format=",~g"), title="Rate, GFLOP/s")
     phases = alt.Scale(domain=["decode", "prefill"], range=[BLUE, VERMILION])
     steps = alt.Chart(alt.Data(values=rows)).transform_filter("datum.machine == machine")
     chart = alt.layer(

@@ -8,6 +8,7 @@ from typing import Any
 import ipywidgets as widgets
 import torch
 from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from gptlite.arithmetic import (
     ModelShape,
@@ -89,6 +90,10 @@ class RooflineLab(Lab):
                 words = f"{point.at[kind]}" + ("" if kind == "batch" else " tokens")
                 axes.annotate(words, (_intensity(point), _rate(point)), xytext=(6, -10), textcoords="offset points")
         axes.set(xscale="log", yscale="log", xlim=ends, xlabel="Work per byte (FLOP/B)", ylabel="Rate (GFLOP/s)")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:,g}")
+            axis.set_minor_formatter(NullFormatter())
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="lower right")
 
