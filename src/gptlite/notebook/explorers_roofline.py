@@ -267,7 +267,7 @@ def share_of_attention(model: str = "Llama 3.1 8B") -> Explorer:
         scale=alt.Scale(domain=names, range=[BLUE, VERMILION]),
         legend=alt.Legend(orient="top", title=None, labelLimit=0, symbolType="stroke", symbolStrokeWidth=3),
     )
-    dash = alt.StrokeDash("series:N", scale=alt.Scale(domain=names, range=[[1, 0], [6, 4]]), legend=None)
+    dash = alt.StrokeDash("series:N", scale=alt.Scale(domain=names, range=[[1, 0], [6, 4]]))
     base = alt.Chart(alt.Data(values=rows)).transform_filter("datum.model == model")
 
     def shares(chart: alt.Chart) -> alt.Chart:
