@@ -11,6 +11,10 @@
     document.head.append(script);
   });
 
+  // Vega measures a chart's column when the window changes; the column also changes later (a scrollbar, a sidebar, a
+  // box that unfolds), so a chart whose width is no longer the drawn one asks for the measure again.
+  const fit = new ResizeObserver(() => window.dispatchEvent(new Event("resize")));
+
   const mount = async (figure, vegaEmbed) => {
     const spec = JSON.parse(figure.querySelector('script[type="application/json"]').textContent);
     const chart = figure.querySelector(".gptlite-chart");
@@ -22,6 +26,7 @@
         bind: figure.querySelector(".gptlite-controls"),
       });
       figure.view = result.view;
+      fit.observe(chart);
     } catch (error) {
       figure.classList.remove("is-live");
       throw error;

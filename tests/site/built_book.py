@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import importlib.util
 import mimetypes
+import os
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -13,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 from playwright.sync_api import BrowserContext, Page
 
 ROOT = Path(__file__).resolve().parents[2]
-BUILT = ROOT / "_build" / "html"
+BUILT = Path(os.environ.get("BUILT_BOOK", ROOT / "_build" / "html")).resolve()  # BUILT_BOOK=FOLDER tests a copy
 COMPRESSED = {".html", ".js", ".css", ".svg", ".json", ".txt"}
 
 

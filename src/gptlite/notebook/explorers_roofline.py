@@ -98,24 +98,24 @@ def roofline(model: str = "Llama 3.1 8B", card: str = "H100 SXM", longest: int =
         ),
     }
     layers = []
-    for (phase, (flops, read, tokens)), colour, mark, away in zip(
-        steps.items(), (BLUE, VERMILION), ("circle", "square"), (24, 6), strict=True
-    ):
+    looks: tuple[tuple[str, str, Any, int], ...] = ((BLUE, "circle", "left", 24), (VERMILION, "square", "right", 6))
+    for (phase, (flops, read, tokens)), (colour, mark, side, away) in zip(steps.items(), looks, strict=True):
         here = (
             chosen.transform_calculate(flops=flops.format(n="context", tokens=tokens))
             .transform_calculate(bytes=read.format(n="context", tokens=tokens))
             .transform_calculate(intensity="datum.flops / datum.bytes")
             .transform_calculate(
                 tflops=at_most,
-                phase=repr(phase),
+                share=f"'{phase}, ' + format(min(1, datum.intensity * bandwidth / peak), '.1%') + ' of peak'",
                 words=f"'{phase}: ' + format(datum.intensity, ',.1f') + ' FLOP/B, ' + "
-                "format(1e3 * max(datum.flops / peak, datum.bytes / bandwidth), ',.1f') + ' ms, ' + "
-                "format(min(1, datum.intensity * bandwidth / peak), '.1%') + ' of peak'",
+                "format(1e3 * max(datum.flops / peak, datum.bytes / bandwidth), ',.1f') + ' ms'",
             )
         )
         layers += [
             here.mark_point(color=colour, shape=mark, filled=True, size=130, opacity=1).encode(x=x, y=y),
-            here.mark_text(align="left", baseline="top", dx=8, dy=6).encode(x=x, y=y, text="phase:N"),
+            here.mark_text(align=side, baseline="top", dx=8 if side == "left" else -4, dy=8).encode(
+                x=x, y=y, text="share:N"
+            ),
             _line(here, away),
         ]
     held = f"2 * datum.params + 2 * batch * datum.values * {KEYS}".format(n="context")
@@ -194,17 +194,17 @@ def memory_budget(model: str = "Llama 3.1 8B", card: str = "H100 SXM") -> Explor
         fitting(base.transform_filter("datum.model == model").transform_calculate(n="context"))
         .transform_calculate(fit="max(0, floor(datum.sequences))")
         .transform_calculate(
-            per_token="format(datum.token / 1024, ',.1f') + ' KiB per token, ' + "
-            "format(datum.left / datum.sequences / 1e9, ',.2f') + ' GB per sequence'",
-            budget="format(datum.params * 2 / 1e9, ',.1f') + ' GB of weights, ' + "
-            "(datum.left < 0 ? 'they do not fit' : format(datum.left / 1e9, ',.1f') + ' GB left: '"
-            " + format(datum.fit, ',d') + (datum.fit == 1 ? ' sequence' : ' sequences'))",
+            room="'weights ' + format(datum.params * 2 / 1e9, ',.1f') + ' GB, ' + "
+            "(datum.left < 0 ? 'they do not fit' : format(datum.left / 1e9, ',.1f') + ' GB left')",
+            cache="format(datum.token / 1024, ',.1f') + ' KiB per token, ' + "
+            "format(datum.left / datum.sequences / 1e9, ',.2f') + ' GB each'",
+            batch="format(datum.fit, ',d') + (datum.fit == 1 ? ' sequence' : ' sequences')",
         )
     )
     point = here.transform_filter("datum.fit >= 1").mark_point(color=VERMILION, filled=True, size=120, opacity=1)
     chart = alt.layer(
         others, chosen, point.encode(x=x, y=alt.Y("fit:Q", title="Sequences that fit")),
-        _line(here, 24, "per_token", top=True), _line(here, 6, "budget", top=True),
+        *(_line(here, away, words, top=True) for away, words in ((6, "room"), (24, "cache"), (42, "batch"))),
     )  # fmt: skip
     return Explorer(
         name="kv-budget",

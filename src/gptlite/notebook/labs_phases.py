@@ -1,6 +1,6 @@
 """The labs of the chapter on prefill and decode: both phases on the reader's device."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
@@ -32,6 +32,12 @@ def step_bytes(settings: dict[str, Any], batch: int, n_tokens: int, n_new: int) 
     width = getattr(torch, settings["dtype"]).itemsize
     activations = batch * (n_new * 6 * shape.d_ff + shape.vocab_size)
     return n_params(shape) * width + batch * kv_bytes(shape, n_tokens, width) + activations * width
+
+
+def name_ticks(axes: Axes, values: Sequence[int]) -> None:
+    """Names the measured values on a logarithmic x axis, and no others."""
+    axes.set_xticks(values, [f"{value:,}" for value in values])
+    axes.set_xticks([], minor=True)
 
 
 class PrefillLab(Lab):
@@ -74,6 +80,7 @@ class PrefillLab(Lab):
             label="proportional to the length",
         )
         axes.set(xlabel="Prompt (tokens)", ylabel="Time to first token (ms)", xscale="log", yscale="log")
+        name_ticks(axes, lengths)
         axes.legend()
 
     def rows(self, recording: Recording) -> list[dict[str, Any]]:
@@ -129,8 +136,8 @@ class DecodeLab(Lab):
                 apart = [times[0] * batch / batches[0] for batch in batches]
                 axes.plot(batches, apart, marker="", label="one after the other")
         axes.set(xlabel="Batch (sequences)", ylabel="Time per output token (ms)")
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
+        axes.set(xscale="log", yscale="log")
+        name_ticks(axes, sorted({point.at["batch"] for point in recording.points}))
         axes.legend()
 
     def rows(self, recording: Recording) -> list[dict[str, Any]]:
@@ -143,7 +150,7 @@ def _rows(recording: Recording, tokens: Callable[[dict[str, Any]], int], rate: s
     names = {"batch": "Batch", "length": "Prompt (tokens)", "context": "Context (tokens)"}
     measured: list[dict[str, Any]] = [
         {names[key]: value for key, value in point.at.items()}
-        | {"Samples (ms)": ", ".join(f"{1e3 * sample:.3g}" for sample in point.samples)}
+        | {"Samples (ms)": ", ".join(map(_ms, point.samples))}
         | {"Median (ms)": float(f"{1e3 * median(point.samples):.3g}")}
         | {rate: float(f"{tokens(point.at) / point.median:.3g}")}
         for point in recording.points
@@ -153,3 +160,8 @@ def _rows(recording: Recording, tokens: Callable[[dict[str, Any]], int], rate: s
         | {"Samples (ms)": left["why"], "Median (ms)": "", rate: ""}
         for left in recording.left_out
     ]
+
+
+def _ms(seconds: float) -> str:
+    """Seconds in ms, with three digits at least."""
+    return f"{1e3 * seconds:,.0f}" if seconds >= 1 else f"{1e3 * seconds:.3g}"
