@@ -58,12 +58,17 @@ def named(contents) -> str:
 
 
 def page_context(app: Sphinx, page: str, template: str, context: dict, doctree) -> None:
-    """Give a page the accent of its part, and take out what would load a live kernel from a CDN."""
+    """Give a page the accent of its part, mend a role, and take out what would load a live kernel from a CDN."""
     sitemap = app.config.external_site_map
     accent = f"<style>:root {{ --accent: var(--accent-{part_of(page, sitemap)}) }}</style>"
     context["metatags"] = context.get("metatags", "") + accent
     contents = context["generate_toctree_html"]
     context["generate_toctree_html"] = lambda *args, **settings: named(contents(*args, **settings))
+    # docutils calls the bibliography a list, but its entries have a role of their own, which no list may hold
+    if "body" in context:
+        context["body"] = context["body"].replace(
+            '<div role="list" class="citation-list">', '<div class="citation-list">'
+        )
     for kind in ("script_files", "css_files"):
         context[kind] = [file for file in context[kind] if not wants_thebe(file)]
 

@@ -10,7 +10,7 @@ PAGE = (Path(__file__).parents[2] / "book" / "corrections.md").read_text(encodin
 L, D_MODEL, G, D_HEAD, D_FF, VOCAB = 32, 4096, 8, 128, 14_336, 128_256
 LAYER = 2 * D_MODEL**2 + 2 * D_MODEL * G * D_HEAD + 3 * D_MODEL * D_FF + 2 * D_MODEL  # parameters, norms too
 NON_EMBEDDING = L * LAYER + D_MODEL
-WEIGHTS = 2 * (NON_EMBEDDING + 2 * VOCAB * D_MODEL)  # bytes in 16 bits
+READ = 2 * (L * (LAYER - 2 * D_MODEL) + VOCAB * D_MODEL)  # bytes in 16 bits of the matrices that a step reads
 KV = 2 * L * G * D_HEAD * 2  # bytes per token in 16 bits
 LLAMA_2_7B = 32 * (4 * 4096**2 + 3 * 4096 * 11_008 + 2 * 4096) + 2 * 32_000 * 4096 + 4096
 # Qwen2.5-1.5B: 28 layers of width 1,536, 2 KV heads of 128, feed-forward of 8,960, biases on q, k and v, a tied head
@@ -21,7 +21,7 @@ QWEN_STEP = 2 * (QWEN_NON_EMBEDDING + 151_936 * 1536) + 1024 * 28 * 1024  # byte
 
 def step(batch: int, context: int) -> int:
     """Bytes that a decode step of Llama 3.1 8B reads."""
-    return WEIGHTS + batch * context * KV
+    return READ + batch * context * KV
 
 
 def row(number: int) -> str:
@@ -36,7 +36,7 @@ def row(number: int) -> str:
         (1, [f"{KV:,} B", f"{KV // 1024} **KiB**", f"{KV * 8192 // 2**30} **GiB**", f"{KV * 8192 / 1e9:.2f} GB"]),
         (2, [f"{6 * D_MODEL:,}", f"{LAYER / D_MODEL**2:.1f}"]),
         (2, [f"= {NON_EMBEDDING / (L * 4096 * k):,.0f}" for k in (1, 2)]),
-        (3, [f"{WEIGHTS / 1e9:.2f} GB", f"{WEIGHTS / KV:,.0f} tokens", f"{WEIGHTS / KV / 32:,.0f} each"]),
+        (3, [f"{READ / 1e9:.2f} GB", f"{READ / KV:,.0f} tokens", f"{READ / KV / 32:,.0f} each"]),
         (4, [f"{step(32, n) / step(1, n):.2f} times" for n in (128, 1024, 8192)]),
         (6, [f"{989e12 / 3.35e12:.0f} sequences"]),
         (8, [f"{4096 * 4096 * 16_384 / (4096 * 4096 + 4096 * 16_384 + 4096 * 16_384):,.0f} FLOP/B"]),

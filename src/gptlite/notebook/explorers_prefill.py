@@ -233,12 +233,9 @@ def batch_tradeoff(
         axis=alt.Axis(format="~s", tickCount=5),
     )
     kinds = ["measured", "bound"]
-    colour = alt.Color(
-        "kind:N",
-        scale=alt.Scale(domain=kinds, range=[BLUE, ORANGE]),
-        legend=alt.Legend(orient="top", title=None, symbolType="stroke", symbolStrokeWidth=3),
-    )
-    dash = alt.StrokeDash("kind:N", scale=alt.Scale(domain=kinds, range=[[1, 0], [6, 4]]), legend=None)
+    legend = alt.Legend(orient="top", title=None, symbolType="stroke", symbolStrokeWidth=3)
+    colour = alt.Color("kind:N", scale=alt.Scale(domain=kinds, range=[BLUE, ORANGE]), legend=legend)
+    dash = alt.StrokeDash("kind:N", scale=alt.Scale(domain=kinds, range=[[1, 0], [6, 4]]), legend=legend)
     curves = shown.mark_line(strokeWidth=3).encode(x=x, y=y, color=colour, strokeDash=dash, order="batch:Q")
     points = shown.mark_point(filled=True, size=60, opacity=1).encode(x=x, y=y, color=colour)
     labels = (
