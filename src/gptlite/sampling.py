@@ -28,8 +28,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature is {self.temperature}, it must be 0 (greedy) or a positive number")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k is {self.top_k}, it must be at least 1")
+        if self.top_k is not None and not (isinstance(self.top_k, int) and self.top_k >= 1):
+            raise ValueError(f"top_k is {self.top_k}, it must be a whole number of at least 1")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}, it must be in (0, 1]")
 
@@ -59,13 +59,17 @@ def probabilities(
         raise ValueError(f"there are {len(rows)} sampling parameters for {len(logits)} rows of logits")
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if allowed is not None:
+        if allowed.dtype != torch.bool or allowed.shape not in (logits.shape, logits.shape[1:]):
+            found = f"{allowed.dtype} {tuple(allowed.shape)}"
+            raise ValueError(f"allowed is {found}, it must be bool {tuple(logits.shape)}")
         logits = logits.masked_fill(~allowed, float("-inf"))
-        if bool((logits == float("-inf")).all(-1).any()):
-            raise ValueError("a row of logits has no allowed token")
+    highest = logits.amax(-1)  # [B]; NaN where the row has one
+    if not bool(highest.isfinite().all()):
+        raise ValueError("a row of logits has no allowed token, or holds NaN or an infinite value")
     tau = logits.new_tensor([row.temperature for row in rows])[:, None]  # [B, 1]
     best = logits.argmax(-1, keepdim=True)  # [B, 1]
     # the largest logit becomes 0 before the division, so that a tiny temperature overflows to -inf, not to inf
-    scaled = (logits - logits.amax(-1, keepdim=True)) / tau.masked_fill(tau == 0, 1.0)  # [B, V]
+    scaled = (logits - highest[:, None]) / tau.masked_fill(tau == 0, 1.0)  # [B, V]
     if any(row.top_k for row in rows):
         V = logits.shape[-1]
         k = torch.tensor([min(row.top_k or V, V) for row in rows], device=logits.device)[:, None]  # [B, 1]
@@ -76,7 +80,9 @@ def probabilities(
         p = probs.new_tensor([row.top_p for row in rows])[:, None]  # [B, 1]
         ordered, order = probs.sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(-1) - ordered  # [B, V]; the mass of the tokens that are more probable
-        keep = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before < p)  # the one that crosses p stays
+        # the token that crosses p stays, none after it; a sum short of p by rounding alone has crossed it
+        stays = before < p * (1 - 8 * torch.finfo(probs.dtype).eps)
+        keep = torch.zeros_like(stays).scatter(-1, order, stays)
         nucleus = probs * keep
         # a row that keeps all stays as it would be alone, to the last bit
         probs = torch.where(p < 1, nucleus / nucleus.sum(-1, keepdim=True), probs)

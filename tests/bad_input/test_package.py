@@ -69,7 +69,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
         (lambda v=value: SamplingParams(temperature=v), f"temperature is {value}, it must be 0 .greedy. or a positive")
         for value in (-1, -0.001, float("nan"), float("inf"))
     ],
-    *[(lambda v=value: SamplingParams(top_k=v), f"top_k is {value}, it must be at least 1") for value in (0, -5)],
+    *[(lambda v=value: SamplingParams(top_k=v), f"top_k is {value}, it must be a whole") for value in (0, -5, 2.5)],
     *[
         (lambda v=value: SamplingParams(top_p=v), rf"top_p is {value}, it must be in \(0, 1\]")
         for value in (0, -0.5, 1.5, float("nan"))

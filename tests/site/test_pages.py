@@ -9,7 +9,7 @@ PAGES = [name for name in EVERY if name != "index.html"]  # that one only leads 
 FIRST_LOAD, LATER_LOAD = 1_500_000, 300_000  # bytes on the wire
 
 
-# A chapter's code is thousands of coloured words; axe looks at one of each kind in each kind of box: the others equal it.
+# A chapter has thousands of coloured words of code; axe looks at one of each kind and box, which the rest equal.
 MARK_REPEATED = """() => {
     const seen = new Set();
     for (const word of document.querySelectorAll(".highlight pre span")) {

@@ -97,6 +97,30 @@ def test_top_p_keeps_the_token_that_crosses_p_and_none_more_on_an_exact_hit():
         assert kept[:n].tolist() == [1 / n] * n
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_exact_hit_keeps_no_token_more_whatever_the_rounding(dtype):
+    tenths = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=dtype).log()
+    for p, n in ((0.4, 1), (0.7, 2), (0.9, 3)):
+        assert (probabilities(tenths, SamplingParams(top_p=p)) > 0).sum() == n
+    for V in range(2, 75):
+        for n in range(1, V):
+            kept = probabilities(torch.zeros(1, V, dtype=dtype), SamplingParams(top_p=n / V)) > 0
+            assert kept.sum() == n, f"{n} of {V} equal tokens"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_no_numbers_are_refused(value):
+    for logits in (torch.tensor([[0.0, value]]), torch.full((1, 2), float("-inf"))):
+        with pytest.raises(ValueError, match="no allowed token, or holds NaN"):
+            probabilities(logits, SamplingParams())
+
+
+def test_a_mask_of_another_kind_is_named():
+    for allowed in (torch.ones(3, dtype=torch.bool), torch.ones(1, 2, dtype=torch.int64)):
+        with pytest.raises(ValueError, match="allowed is"):
+            probabilities(torch.zeros(1, 2), SamplingParams(), allowed)
+
+
 def test_top_p_of_one_keeps_every_token_however_rare():
     logits = torch.tensor([[0.0, -40.0, -80.0]])  # in fp32 the running sum is 1 after the first token
     assert (probabilities(logits, SamplingParams(top_p=1.0)) > 0).all()
@@ -163,7 +187,7 @@ def test_a_mask_for_all_rows_and_one_that_allows_nothing():
         ({"temperature": -0.1}, "temperature is -0.1"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"temperature": float("inf")}, "temperature is inf"),
-        ({"top_k": 0}, "top_k is 0, it must be at least 1"),
+        ({"top_k": 0}, "top_k is 0, it must be a whole number of at least 1"),
         ({"top_k": -3}, "top_k is -3"),
         ({"top_p": 0.0}, r"top_p is 0.0, it must be in \(0, 1\]"),
         ({"top_p": 1.01}, "top_p is 1.01"),

@@ -60,9 +60,10 @@ def next_character(recorded: dict[str, Any]) -> Explorer:
         .transform_calculate(in_k="datum.shared_rank <= top_k ? datum.weight : 0")
         .transform_joinaggregate(own_sum="sum(own)", k_sum="sum(in_k)")
         .transform_calculate(q="datum.in_k / datum.k_sum")
-        # a character stays while those before it have not reached p, so that the one that crosses p is kept
+        # a character stays while those before it have not reached p, so that the one that crosses p is kept; short of p
+        # by rounding alone counts as reached
         .transform_window(so_far="sum(q)", sort=[alt.SortField("rank")])
-        .transform_calculate(in_p="top_p >= 1 || datum.so_far - datum.q < top_p ? datum.q : 0")
+        .transform_calculate(in_p="top_p >= 1 || datum.so_far - datum.q < top_p * (1 - 1e-12) ? datum.q : 0")
         .transform_joinaggregate(p_sum="sum(in_p)")
         .transform_calculate(
             probability="datum.in_p / datum.p_sum",
