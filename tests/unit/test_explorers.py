@@ -56,7 +56,9 @@ def marks(explorer, kind, layer="layer", **values):
 def drawn(explorer, **values):
     """Probabilities of all characters, by the lengths of the bars, in the order of the bars."""
     bars = sorted(marks(explorer, "rect", "layer_0", **values), key=lambda item: item["y"])
-    return torch.tensor([bar.get("width", 0) / PLOT for bar in bars], dtype=torch.float64)
+    begin, end = explorer.spec["layer"][0]["encoding"]["x"]["scale"]["domain"]  # what the width of the plot stands for
+    assert begin == 0
+    return torch.tensor([bar.get("width", 0) / PLOT * end for bar in bars], dtype=torch.float64)
 
 
 SETTINGS = [
