@@ -76,7 +76,7 @@ def next_character(recorded: dict[str, Any]) -> Explorer:
     y = alt.Y("character:N", sort=alt.EncodingSortField("rank", op="min"), title="Next character")
     x = alt.X(
         "probability:Q",
-        scale=alt.Scale(domain=[0, 1.12]),  # room for the label of a bar near 100 %
+        scale=alt.Scale(domain=[0, 1.12], nice=False),  # room for the label of a bar near 100 %
         title="Probability (%)",
         axis=alt.Axis(labelExpr="round(datum.value * 100)", values=[0, 0.2, 0.4, 0.6, 0.8, 1]),
     )
