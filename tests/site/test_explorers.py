@@ -96,7 +96,12 @@ def test_a_chart_follows_its_column(site: Site, visit: Visit) -> None:
 def test_the_distribution_is_the_packages_own(site: Site, visit: Visit) -> None:
     explorer = open_explorer(visit, site, CHAPTER, 'figure[id^="explorer-next-character"]')
     spec = json.loads(explorer.locator('script[type="application/json"]').first.text_content())
-    rows = [row for values in rows_of(spec) for row in values if row.get("prompt") == 0 and "logit" in row]
+    rows = [
+        row
+        for values in rows_of(spec)
+        for row in values
+        if isinstance(row, dict) and row.get("prompt") == 0 and "logit" in row
+    ]
     logits = torch.tensor([row["logit"] for row in sorted(rows, key=lambda row: row["token"])])
 
     def shown() -> list[str]:
