@@ -1,6 +1,6 @@
 # Two commands are all that a newcomer needs: `make book` and `make test`. `make help` lists the others.
-# Each sets up .venv by itself. BASE_PYTHON=/path/to/python chooses the interpreter it is made with. On Linux without a GPU,
-# On a machine without a GPU, an index that has PyTorch's CPU build (PIP_EXTRA_INDEX_URL) makes the first set-up much smaller.
+# Each sets up .venv by itself. BASE_PYTHON=/path/to/python chooses the interpreter it is made with.
+# On Linux without a GPU, an index with PyTorch's CPU build, named to pip in the environment, makes the set-up much smaller.
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
