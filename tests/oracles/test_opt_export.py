@@ -163,6 +163,7 @@ def test_caches_step_by_step(request: pytest.FixtureRequest, as_opt: AsOPT, kind
         logits = prefill(model, part, ours) if n_new > 1 else decode_step(model, part[:, 0], ours)
         with torch.no_grad():
             want = theirs(part, cache=cache, use_cache=True).logits[:, -1]
-        torch.testing.assert_close(logits, want, atol=1e-5, rtol=1e-5)
+        # the trained model's logits are large: for them as in `test_logits_of_the_trained_model`
+        torch.testing.assert_close(logits, want, atol=1e-5, rtol=1e-5 if trained else 0)
         begin += n_new
         assert cache.get_seq_length() == ours.next_position(0) == begin
