@@ -309,20 +309,22 @@ def _add_record(parser: Parser) -> None:
 
 def run_record(args: argparse.Namespace) -> int:
     """Measure a sweep on this machine and write it as JSON."""
-    from gptlite.record import SWEEPS, record
+    from gptlite.record import all_sweeps, record
+
+    sweeps = all_sweeps()
 
     if args.sweep is None:
-        for name, sweep in SWEEPS.items():
+        for name, sweep in sweeps.items():
             print(f"{name:<16} {sweep.about}; {', '.join(f'{key}={_shown(v)}' for key, v in sweep.defaults.items())}")
         return 0
-    if args.sweep not in SWEEPS:
-        raise ValueError(f"no sweep {args.sweep!r}, there are {', '.join(SWEEPS)}")
+    if args.sweep not in sweeps:
+        raise ValueError(f"no sweep {args.sweep!r}, there are {', '.join(sweeps)}")
     params: dict[str, Any] = {"device": choose_device(args.device)}
     if args.dtype:
         params["dtype"] = args.dtype
     for setting in args.set:
         name, _, text = setting.partition("=")
-        defaults = SWEEPS[args.sweep].defaults
+        defaults = sweeps[args.sweep].defaults
         if name not in defaults or not text:
             raise ValueError(f"--set is {setting!r}, it must be NAME=VALUE with a name of {', '.join(defaults)}")
         params[name] = _like(defaults[name], text, name)

@@ -51,8 +51,9 @@ def _last_logits(model: GPTlite, tokens: Tensor, positions: Tensor | None, cache
     B, S = tokens.shape
     positions = model.next_positions(B, S, cache) if positions is None else positions
     model.check(tokens, positions)
-    segments = cache.prepare(range(B), positions)
-    hidden = model.run(tokens.flatten(), segments, cache)  # [B * S, d]
+    packed = tokens.flatten()  # [B * S]
+    segments = cache.prepare(range(B), positions, tokens=packed)
+    hidden = model.run(packed, segments, cache)  # [B * S, d]
     return model.head(hidden.unflatten(0, (B, S))[:, -1])
 
 

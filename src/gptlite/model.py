@@ -166,8 +166,12 @@ class GPTlite(nn.Module):
         if positions.shape != tokens.shape:
             raise ValueError(f"positions has shape {tuple(positions.shape)}, tokens {tuple(tokens.shape)}")
         self.check(tokens, positions)
-        segments = [whole_batch(positions.to(tokens.device))] if cache is None else cache.prepare(range(B), positions)
-        return self.head(self.run(tokens.flatten(), segments, cache)).unflatten(0, (B, S))
+        packed = tokens.flatten()  # [B * S]
+        if cache is None:
+            segments = [whole_batch(positions.to(tokens.device))]
+        else:
+            segments = cache.prepare(range(B), positions, tokens=packed)
+        return self.head(self.run(packed, segments, cache)).unflatten(0, (B, S))
 
     @staticmethod
     def next_positions(n_rows: int, n_new: int, cache: Cache | None) -> Tensor:

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
@@ -16,12 +16,11 @@ from torch import Tensor
 
 import gptlite
 from gptlite import hardware
-from gptlite.arithmetic import Cost, ModelShape, decode_costs, kv_bytes, n_params, prefill_costs, total
+from gptlite.arithmetic import Cost, ModelShape, kv_bytes, n_params
 from gptlite.cache.dense import StaticCache
-from gptlite.checkpoint import load, write_atomically
-from gptlite.config import GPTConfig, preset
-from gptlite.generate import decode_step, prefill
-from gptlite.measure import ROOF_SIZES, Timing, time_call, time_copy, time_product
+from gptlite.checkpoint import write_atomically
+from gptlite.config import GPTConfig
+from gptlite.measure import Timing
 from gptlite.model import GPTlite
 from gptlite.progress import Progress
 
@@ -170,10 +169,18 @@ class Sweep:
     steps: Callable[[Recording], Iterable[Step]]
 
 
-SWEEPS: dict[str, Sweep] = {}
+SWEEPS: dict[str, Sweep] = {}  # filled by the modules of gptlite.sweeps; ask `all_sweeps`
 
 
-def _sweep(name: str, about: str, **defaults: Any) -> Callable[[Callable[[Recording], Iterable[Step]]], Any]:
+def all_sweeps() -> dict[str, Sweep]:
+    """Every sweep of the package, by name."""
+    import_module("gptlite.sweeps")  # each of its modules registers its own
+    return SWEEPS
+
+
+def sweep(name: str, about: str, **defaults: Any) -> Callable[[Callable[[Recording], Iterable[Step]]], Any]:
+    """Registers the function that makes a sweep's steps; the arguments are those of `Sweep`."""
+
     def register(steps: Callable[[Recording], Iterable[Step]]) -> Callable[[Recording], Iterable[Step]]:
         SWEEPS[name] = Sweep(about, defaults, steps)
         return steps
@@ -200,7 +207,7 @@ def run_sweep(
     about = hardware.machine(device)
     recording.versions = {"gptlite": gptlite.__version__} | {key: str(about.pop(key)) for key in ("python", "torch")}
     recording.machine = about
-    steps = list(SWEEPS[name].steps(recording))
+    steps = list(all_sweeps()[name].steps(recording))
     for i, (at, needed, measure) in enumerate(steps):
         if stop():
             yield recording
@@ -239,7 +246,7 @@ def record(
     Ctrl-C ends the sweep and keeps what was measured, as `stop` does.
 
     Args:
-        name: one of SWEEPS. out: the file. stream: of the progress line; None means the standard error stream.
+        name: one of `all_sweeps`. out: the file. stream: of the progress line; None means the standard error stream.
         stop, params: as in `run_sweep`.
     Returns: the recording, `complete` or not.
     Raises: ValueError on an unknown sweep or parameter, or a folder that isn't there.
@@ -258,9 +265,10 @@ def record(
 
 def _params(name: str, given: dict[str, Any]) -> dict[str, Any]:
     """The sweep's defaults, changed by what is given. Raises: ValueError on an unknown name, or a value of no use."""
-    if name not in SWEEPS:
-        raise ValueError(f"no sweep {name!r}, there are {', '.join(SWEEPS)}")
-    defaults = {"device": "cpu", "dtype": "float32"} | SWEEPS[name].defaults
+    sweeps = all_sweeps()
+    if name not in sweeps:
+        raise ValueError(f"no sweep {name!r}, there are {', '.join(sweeps)}")
+    defaults = {"device": "cpu", "dtype": "float32"} | sweeps[name].defaults
     if unknown := sorted(set(given) - set(defaults)):
         raise ValueError(f"sweep {name!r} has no parameter {unknown[0]!r}, it has {', '.join(defaults)}")
     params: dict[str, Any] = {key: given.get(key, default) for key, default in defaults.items()}
@@ -311,7 +319,7 @@ def filled_cache(model: GPTlite, n_sequences: int, n_cached: int, max_tokens: in
     return cache
 
 
-class _Models:
+class SweepModel:
     """Makes a sweep's model when the first point needs it, and only once."""
 
     def __init__(self, recording: Recording, config: GPTConfig) -> None:
@@ -321,6 +329,7 @@ class _Models:
         self._model: GPTlite | None = None
 
     def get(self) -> GPTlite:
+        """The model; made at the first call."""
         if self._model is None:
             self._model = random_model(self.config, self.device, self.dtype)
         return self._model
@@ -331,129 +340,3 @@ class _Models:
         widest = max(self.shape.d_ff, self.shape.d_attn, self.shape.d_model)
         activations = batch * (n_new * 6 * widest + self.shape.vocab_size) * self.width
         return weights + batch * kv_bytes(self.shape, n_tokens, self.width) + activations
-
-
-@_sweep(
-    "decode",
-    "seconds per decode step, by batch and context",
-    preset="gpt2",
-    batches=[1, 2, 4, 8, 16],
-    contexts=[128, 512, 1024, 2048],
-    repeats=7,
-    warmup=2,
-)
-def _decode(recording: Recording) -> Iterator[Step]:
-    params = recording.params
-    models = _Models(recording, preset(params["preset"], context_length=max(params["contexts"])))
-    n_steps = params["warmup"] + params["repeats"]
-    if min(params["contexts"]) <= n_steps:
-        raise ValueError(f"contexts has {min(params['contexts'])}, it must be above warmup + repeats, {n_steps}")
-
-    def measure(batch: int, context: int) -> Point:
-        model = models.get()
-        # the steps end at the context: the last sample attends to exactly that many tokens
-        cache = filled_cache(model, batch, context - n_steps, context)
-        tokens = torch.zeros(batch, dtype=torch.int64, device=models.device)
-        timing = time_call(
-            lambda: decode_step(model, tokens, cache), models.device, params["warmup"], params["repeats"]
-        )
-        width = models.width
-        cost = total(decode_costs(models.shape, batch, context, bytes_per_weight=width, bytes_per_value=width))
-        return Point.of({"batch": batch, "context": context}, timing, cost)
-
-    for context in params["contexts"]:
-        for batch in params["batches"]:
-            at = {"batch": batch, "context": context}
-            yield at, models.needed(batch, context, 1), partial(measure, batch, context)
-
-
-@_sweep(
-    "prefill",
-    "seconds to the first token, by prompt length",
-    preset="gpt2",
-    lengths=[32, 64, 128, 256, 512, 1024],
-    batch=1,
-    repeats=5,
-    warmup=1,
-)
-def _prefill(recording: Recording) -> Iterator[Step]:
-    params = recording.params
-    models = _Models(recording, preset(params["preset"], context_length=max(params["lengths"])))
-
-    def measure(length: int) -> Point:
-        model, batch = models.get(), params["batch"]
-        tokens = torch.zeros(batch, length, dtype=torch.int64, device=models.device)
-        cache = StaticCache(model, batch, length, bucket=1)
-
-        def first_token() -> Tensor:
-            for row in range(batch):
-                if cache.next_position(row):
-                    cache.free(row)
-            return prefill(model, tokens, cache).argmax(-1)
-
-        timing = time_call(first_token, models.device, params["warmup"], params["repeats"])
-        width = models.width
-        cost = total(prefill_costs(models.shape, batch, length, bytes_per_weight=width, bytes_per_value=width))
-        return Point.of({"batch": batch, "length": length}, timing, cost)
-
-    for length in params["lengths"]:
-        at = {"batch": params["batch"], "length": length}
-        yield at, models.needed(params["batch"], length, length), partial(measure, length)
-
-
-@_sweep("roof", "the machine's own roof: a large matrix product and a large copy", repeats=7)
-def _roof(recording: Recording) -> Iterator[Step]:
-    params = recording.params
-    size, n_bytes = ROOF_SIZES["cpu" if torch.device(params["device"]).type == "cpu" else "gpu"]
-    device, dtype = params["device"], getattr(torch, params["dtype"])
-
-    def product() -> Point:
-        timing = time_product(device, dtype, size, params["repeats"])
-        return Point({"what": "matrix product"}, timing.wall, flops=2 * size**3)
-
-    def copy() -> Point:
-        timing = time_copy(device, dtype, n_bytes, params["repeats"])
-        return Point({"what": "copy"}, timing.wall, bytes=2 * n_bytes)
-
-    yield {"what": "matrix product"}, 3 * size**2 * dtype.itemsize, product
-    yield {"what": "copy"}, 2 * n_bytes, copy
-
-
-@_sweep(
-    "roofline",
-    "the machine's own roof, with decode steps by batch and prefills by length below it",
-    preset="gpt2",
-    batches=[1, 4, 16],
-    contexts=[256],
-    lengths=[32, 256],
-    batch=1,
-    repeats=5,
-    warmup=1,
-)
-def _roofline(recording: Recording) -> Iterator[Step]:
-    yield from _roof(recording)
-    yield from _decode(recording)
-    yield from _prefill(recording)
-
-
-@_sweep(
-    "next-character",
-    "the trained model's logits after some prompts; no times",
-    model="gptlite",
-    prompts=["ROMEO:\nO, ", "To be, or not to b", "KING HENRY:\nThe ", "What is thy na", "\n\n"],
-)
-def _next_character(recording: Recording) -> Iterator[Step]:
-    params = recording.params
-    model, tokenizer = load(params["model"], params["device"], getattr(torch, params["dtype"]))
-    recording.data["chars"] = tokenizer.chars
-    recording.data["prompts"] = [
-        {
-            "prompt": prompt,
-            "logits": [
-                round(logit, 4)
-                for logit in prefill(model, tokenizer.encode(prompt)[None].to(params["device"]))[0].float().tolist()
-            ],
-        }
-        for prompt in params["prompts"]
-    ]
-    return iter(())

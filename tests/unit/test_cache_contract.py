@@ -58,8 +58,9 @@ def step(
 ) -> dict[str, Tensor]:
     """One packed step: tokens and positions per sequence -> logits [S, V] per sequence."""
     trees = None if parents is None else [parents.get(key) for key in rows]
-    segments = cache.prepare(list(rows), [torch.tensor(positions[key]) for key in rows], trees)
     packed = torch.tensor([token for row in rows.values() for token in row])
+    assert cache.fits({key: sum(p >= 0 for p in positions[key]) for key in rows})
+    segments = cache.prepare(list(rows), [torch.tensor(positions[key]) for key in rows], trees, packed)
     logits = model.head(model.run(packed, segments, cache))
     return dict(zip(rows, logits.split([len(row) for row in rows.values()]), strict=True))
 
@@ -320,6 +321,7 @@ def test_a_window_of_w_is_w_keys_and_the_ring_holds_w_plus_c_minus_1() -> None:
     torch.testing.assert_close(logits[-1], plain(model, other), rtol=0, atol=1e-9)
     with pytest.raises(AssertionError):  # but position 9 does
         torch.testing.assert_close(logits[-1], plain(model, [*other[:9], 22, *other[10:]]), rtol=0, atol=1e-9)
+    assert cache.fits({"a": 3}) and not cache.fits({"a": 4})
     with pytest.raises(ValueError, match="4 new tokens"):
         cache.prepare(["a"], [torch.tensor([18, 19, 20, 21])])
 

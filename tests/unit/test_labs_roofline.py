@@ -20,13 +20,13 @@ CONFIGS = Path(hardware.FACTS) / "configs"
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """A roof that is measured in no time."""
-    monkeypatch.setattr("gptlite.record.ROOF_SIZES", {"cpu": (64, 2**16), "gpu": (64, 2**16)})
+    monkeypatch.setattr("gptlite.sweeps.phases.ROOF_SIZES", {"cpu": (64, 2**16), "gpu": (64, 2**16)})
 
 
 @pytest.fixture(scope="module")
 def lab(request):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gptlite.record.ROOF_SIZES", {"cpu": (64, 2**16), "gpu": (64, 2**16)})
+        patch.setattr("gptlite.sweeps.phases.ROOF_SIZES", {"cpu": (64, 2**16), "gpu": (64, 2**16)})
         lab = RooflineLab()
         lab.inputs["preset"].value, lab.inputs["batch"].value, lab.inputs["context"].value = "nano", 4, 64
         yield lab.run()

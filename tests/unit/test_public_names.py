@@ -148,7 +148,7 @@ LAYERS = [
     {"model", "cache", "cache.tracked", "cache.dense", "data", "sampling", "hardware"},
     {"generate", "checkpoint"},
     {"measure", "fast", "export"},
-    {"train", "record"},
+    {"train", "record", "sweeps"},
     {"cli", "notebook"},
 ]
 

@@ -14,7 +14,8 @@ from gptlite.config import preset
 from gptlite.data import CharTokenizer
 from gptlite.measure import count_work
 from gptlite.model import GPTlite
-from gptlite.record import SWEEPS, Point, Recording, filled_cache, load_recording, random_model, run_sweep
+from gptlite.record import Point, Recording, all_sweeps, filled_cache, load_recording, random_model, run_sweep
+from gptlite.sweeps import phases
 
 SMALL = {"preset": "nano", "contexts": [32, 64], "batches": [1, 2], "repeats": 2, "warmup": 1}
 
@@ -44,7 +45,7 @@ def test_prefill_and_roof(tmp_path, log, monkeypatch):
     made = record.record("prefill", tmp_path / "p.json", stream=log, preset="nano", lengths=[8, 16], batch=2, repeats=2)
     assert [point.at["length"] for point in load_recording(tmp_path / "p.json").points] == [8, 16]
     assert made.points[1].flops > 1.9 * made.points[0].flops
-    monkeypatch.setattr(record, "ROOF_SIZES", {"cpu": (64, 2**16)})
+    monkeypatch.setattr(phases, "ROOF_SIZES", {"cpu": (64, 2**16)})
     made = record.record("roof", tmp_path / "r.json", stream=log, repeats=2)
     assert [(point.flops, point.bytes) for point in made.points] == [(2 * 64**3, None), (None, 2**17)]
 
@@ -54,9 +55,9 @@ def test_a_point_states_the_work_of_the_step_that_was_timed():
     model = GPTlite(preset("nano")).eval()
     cache = filled_cache(model, 3, 31, 32)
     with count_work() as work:
-        record.decode_step(model, torch.zeros(3, dtype=torch.int64), cache)
+        phases.decode_step(model, torch.zeros(3, dtype=torch.int64), cache)
     shape = ModelShape.of(preset("nano"))
-    cost = record.total(record.decode_costs(shape, 3, 32, bytes_per_weight=4, bytes_per_value=4))
+    cost = phases.total(phases.decode_costs(shape, 3, 32, bytes_per_weight=4, bytes_per_value=4))
     assert work.flops == cost.flops
     assert work.operand_bytes == cost.operand_bytes
     *_, made = run_sweep("decode", preset="nano", contexts=[32], batches=[3], repeats=2, warmup=1)
@@ -64,14 +65,14 @@ def test_a_point_states_the_work_of_the_step_that_was_timed():
 
 
 def test_the_last_step_attends_to_exactly_the_context(monkeypatch):
-    steps, held = record.decode_step, []
+    steps, held = phases.decode_step, []
 
     def watched(model, tokens, cache):
         logits = steps(model, tokens, cache)
         held.append(cache.next_position(0))
         return logits
 
-    monkeypatch.setattr(record, "decode_step", watched)
+    monkeypatch.setattr(phases, "decode_step", watched)
     list(run_sweep("decode", **SMALL))
     assert held == [30, 31, 32] * 2 + [62, 63, 64] * 2
 
@@ -109,7 +110,7 @@ def test_a_stop_keeps_what_was_measured(tmp_path, log):
 
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path, log, monkeypatch):
-    steps, calls = record.decode_step, []
+    steps, calls = phases.decode_step, []
 
     def interrupted(*args):
         calls.append(1)
@@ -117,7 +118,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, log, monkeypatch):
             raise KeyboardInterrupt
         return steps(*args)
 
-    monkeypatch.setattr(record, "decode_step", interrupted)
+    monkeypatch.setattr(phases, "decode_step", interrupted)
     made = record.record("decode", tmp_path / "d.json", stream=log, **SMALL)
     assert load_recording(tmp_path / "d.json") == made
     assert len(made.points) == 2
@@ -135,21 +136,21 @@ def test_what_does_not_fit_is_left_out_with_the_reason(monkeypatch):
 
 
 def test_running_out_of_memory_leaves_a_point_out(monkeypatch):
-    steps = record.decode_step
+    steps = phases.decode_step
 
     def hungry(model, tokens, cache):
         if len(tokens) == 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
         return steps(model, tokens, cache)
 
-    monkeypatch.setattr(record, "decode_step", hungry)
+    monkeypatch.setattr(phases, "decode_step", hungry)
     *_, made = run_sweep("decode", **SMALL)
     assert [point.at["batch"] for point in made.points] == [1, 1]
     assert [row["why"] for row in made.left_out] == ["ran out of memory"] * 2
 
 
 def test_another_error_is_not_hidden(monkeypatch):
-    monkeypatch.setattr(record, "decode_step", lambda *args: (_ for _ in ()).throw(RuntimeError("device-side assert")))
+    monkeypatch.setattr(phases, "decode_step", lambda *args: (_ for _ in ()).throw(RuntimeError("device-side assert")))
     with pytest.raises(RuntimeError, match="device-side"):
         list(run_sweep("decode", **SMALL))
 
@@ -252,7 +253,7 @@ def test_a_random_model_is_made_in_its_dtype():
 
 
 def test_every_sweep_says_what_it_is():
-    for name, sweep in SWEEPS.items():
+    for name, sweep in all_sweeps().items():
         assert sweep.about
         assert "\n" not in sweep.about
         assert name == name.lower()

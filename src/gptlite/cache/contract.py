@@ -6,7 +6,7 @@ drafts and their rollback are all the same code.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -72,7 +72,9 @@ class Cache:
     # how many of the last queries' received weight the cache wants to see (H2O, SnapKV); none by default
     observes = 0
 
-    def prepare(self, sequences: Sequence[Hashable], positions: Positions, parents: Parents = None) -> list[Segment]:
+    def prepare(
+        self, sequences: Sequence[Hashable], positions: Positions, parents: Parents = None, tokens: Tensor | None = None
+    ) -> list[Segment]:
         """Takes in the positions of one step's tokens, on the host, once for all layers; all or nothing.
 
         Args:
@@ -81,6 +83,8 @@ class Cache:
                 positions of its text: they do not repeat one that is cached, save in a tree.
             parents: for a row whose tokens are a tree of drafts, the index within the row of each token's parent,
                 -1 for a child of the cached text; None for a row that is a plain run of tokens.
+            tokens: the step's packed tokens [n_new], for a cache that shares blocks by their content; one that does
+                not ignores them, and one that does shares nothing of a sequence whose tokens it was not told.
         Returns: the segments of the step, ready for `GPTlite.run`.
         Raises: ValueError when the step does not fit or makes no sense; then the cache is as it was.
         """
@@ -131,8 +135,31 @@ class Cache:
         """
         raise NotImplementedError
 
-    def match(self, tokens: Tensor) -> int:
-        """How many of these tokens [n], from the first, the cache already holds; 0 for one that shares nothing."""
+    # tokens of the longest sequence that the cache could hold if it held nothing else; None means no limit of its own
+    longest: int | None = None
+
+    def fits(self, new: Mapping[Hashable, int]) -> bool:
+        """Whether a step that adds so many tokens to each of these sequences has room, as the cache stands now."""
+        return True
+
+    def match(self, tokens: Tensor, salt: str = "") -> int:
+        """How many of these tokens [n], from the first, the cache already holds; 0 for one that shares nothing.
+
+        Args:
+            salt: what else must agree for two texts to share: an adapter, a tenant.
+        """
+        return 0
+
+    def begin(self, sequence: Hashable, tokens: Tensor, salt: str = "") -> int:
+        """Begins a sequence with what the cache already holds of its text.
+
+        Args:
+            tokens: its prompt [n].
+            salt: as in `match`.
+        Returns: how many of the tokens are cached, at most n - 1, since the last must be read to give logits; the
+            caller goes on from there. 0, and nothing begun, for a cache that shares nothing.
+        Raises: ValueError when the cache already holds the sequence.
+        """
         return 0
 
     def next_position(self, sequence: Hashable) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,7 +38,9 @@ class DynamicCache(TrackedCache):
         self.k[sequence] = [torch.empty(G, 0, Dk, dtype=self.dtype, device=self.device) for G, Dk, _ in self.shapes]
         self.v[sequence] = [torch.empty(G, 0, Dv, dtype=self.dtype, device=self.device) for G, _, Dv in self.shapes]
 
-    def prepare(self, sequences: Sequence[Hashable], positions: Positions, parents: Parents = None) -> list[Segment]:
+    def prepare(
+        self, sequences: Sequence[Hashable], positions: Positions, parents: Parents = None, tokens: Tensor | None = None
+    ) -> list[Segment]:
         plan = plan_rows(sequences, positions, parents)
         self._real = {}
         segments = []
@@ -127,6 +129,7 @@ class StaticCache(TrackedCache):
                 raise ValueError(f"{name} is {value}, it must be at least 1")
         super().__init__(model)
         self.max_tokens, self.bucket = max_tokens, bucket
+        self.longest = max_tokens
         # one slot more than is ever attended to: holes write there
         size = max_tokens + 1
         with torch.device(self.device):
@@ -157,7 +160,9 @@ class StaticCache(TrackedCache):
             )
         return list(range(n_held, n_held + n_new))
 
-    def prepare(self, sequences: Sequence[Hashable], positions: Positions, parents: Parents = None) -> list[Segment]:
+    def prepare(
+        self, sequences: Sequence[Hashable], positions: Positions, parents: Parents = None, tokens: Tensor | None = None
+    ) -> list[Segment]:
         plan = plan_rows(sequences, positions, parents)
         # everything that can fail comes before anything that changes
         new_lines = self._take_lines(sequences)
@@ -198,6 +203,12 @@ class StaticCache(TrackedCache):
             return keys, None, k_pos
         self.v[layer][lines[:, None], :, slots] = v.transpose(1, 2)  # [B, S, G, Dv]
         return keys, self.v[layer][span, :, :T], k_pos
+
+    def fits(self, new: Mapping[Hashable, int]) -> bool:
+        lines = len(self.k_pos) - len(self._lines)
+        return sum(key not in self._lines for key in new) <= lines and all(
+            len(self._slots.get(key, ())) + n <= self.max_tokens for key, n in new.items()
+        )
 
     def keep(self, sequences: Sequence[Hashable], kept: Sequence[int | Sequence[int]]) -> None:
         for key, (begin, path) in zip(sequences, self._cut(sequences, kept), strict=True):
@@ -270,7 +281,11 @@ class RingCache(StaticCache):
         if len(widths) < len(windows) or any(block.mha.sinks for block in model.blocks):
             raise ValueError(f"a ring needs a window and no sinks in each layer, the windows are {windows}")
         super().__init__(model, n_sequences, max(widths) + chunk - 1, bucket=1)
-        self.chunk = chunk
+        self.chunk, self.longest = chunk, None
+
+    def fits(self, new: Mapping[Hashable, int]) -> bool:
+        lines = len(self.k_pos) - len(self._lines)
+        return sum(key not in self._lines for key in new) <= lines and all(n <= self.chunk for n in new.values())
 
     def _next_slots(self, n_held: int, n_new: int, sequence: Hashable) -> list[int]:
         if n_new > self.chunk:
