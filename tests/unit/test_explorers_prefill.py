@@ -6,57 +6,23 @@ import sys
 
 import pytest
 import vl_convert
+from drawn import draw, marks, words
 from playwright.sync_api import sync_playwright
 
 from gptlite.arithmetic import Cost, ModelShape, decode_costs, prefill_costs, step_bound, total
 from gptlite.config import preset
 from gptlite.hardware import gpu, gpus
-from gptlite.notebook import explorers_prefill
+from gptlite.notebook import recordings
 from gptlite.notebook.explorers_prefill import (
     BATCHES,
     batch_tradeoff,
-    recorded,
     request_bound,
     request_timeline,
-    roof_of,
 )
+from gptlite.notebook.recordings import recorded, roof_of
 from gptlite.record import Point, Recording
 
 PRESETS, CARDS = ("gpt2", "1b", "7b"), list(gpus())
-PLOT = 1000  # px, width of the plot in which places are read
-
-
-def draw(explorer, **values):
-    """The drawn chart, with the controls at these values."""
-    spec = json.loads(json.dumps(explorer.spec))
-    spec["width"] = PLOT
-    for param in spec["params"]:
-        if param["name"] in values:
-            param["value"] = values.pop(param["name"])
-    assert not values, f"no such control: {values}"
-    return vl_convert.vegalite_to_scenegraph(spec)
-
-
-def marks(scene, kind, layer="layer"):
-    """Items of the drawn marks of one kind and layer."""
-    found = []
-
-    def walk(node):
-        if isinstance(node, dict):
-            if node.get("marktype") == kind and (node.get("name") or "").startswith(layer):
-                found.extend(node["items"])
-            node = list(node.values())
-        if isinstance(node, list):
-            for child in node:
-                walk(child)
-
-    walk(scene)
-    return found
-
-
-def words(scene):
-    """All lines of text in the plot."""
-    return [item["text"] for item in marks(scene, "text") if item.get("text")]
 
 
 def seconds(text):
@@ -253,7 +219,7 @@ def test_recorded_work_is_that_of_arithmetic():
 
 
 def test_the_default_recording_comes_first_and_a_missing_one_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(explorers_prefill, "FOLDERS", (tmp_path / "none", tmp_path))
+    monkeypatch.setattr(recordings, "FOLDERS", (tmp_path / "none", tmp_path))
     for name, file in (("A", "decode-a.json"), ("B", "decode.json"), ("C", "decoded.json")):
         recording = decode_recording(name)
         recording.complete = True

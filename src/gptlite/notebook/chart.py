@@ -4,6 +4,7 @@ import hashlib
 import html
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -168,3 +169,16 @@ class Explorer:
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         return {MIME: self.spec, "text/html": self._repr_html_(), "text/plain": repr(self)}
+
+
+def menu(name: str, label: str, options: Sequence[str], start: str) -> alt.Parameter:
+    """A menu whose value is the place of the choice among the options. Raises: ValueError when `start` is not one."""
+    if start not in options:
+        raise ValueError(f"{label} is {start!r}, it must be one of {', '.join(options)}")
+    bind = alt.binding_select(options=list(range(len(options))), labels=list(options), name=f"{label} ")
+    return alt.param(name=name, value=list(options).index(start), bind=bind)
+
+
+def slider(name: str, label: str, start: float, low: float, high: float, step: float) -> alt.Parameter:
+    """A slider from `low` to `high`."""
+    return alt.param(name=name, value=start, bind=alt.binding_range(min=low, max=high, step=step, name=f"{label} "))

@@ -1,54 +1,19 @@
 """The explorers of the chapter on prefill and decode, by arithmetic and from recordings."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import altair as alt
 
 from gptlite.arithmetic import Cost, ModelShape, decode_costs, prefill_costs, step_bound, total
 from gptlite.config import preset
-from gptlite.hardware import find_gpu, gpu, gpus
-from gptlite.notebook.chart import BLUE, ORANGE, VERMILION, Explorer
-from gptlite.notebook.explorers_roofline import _menu, _slider
-from gptlite.record import Point, Recording, load_recording
+from gptlite.hardware import gpu, gpus
+from gptlite.notebook.chart import BLUE, ORANGE, VERMILION, Explorer, menu, slider
+from gptlite.notebook.recordings import roof_of
+from gptlite.record import Point, Recording
 
-FOLDERS = (Path(__file__).parents[1] / "recorded", Path(__file__).parents[3] / "book" / "recorded")
 BATCHES = tuple(2**e for e in range(10))  # of the machines that are drawn by arithmetic alone
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
-
-
-def recorded(sweep: str) -> list[Recording]:
-    """The book's recordings of a sweep, `SWEEP.json` first and then `SWEEP-*.json`, one for each machine.
-
-    Raises: ValueError when there is none.
-    """
-    for folder in FOLDERS:
-        files = [path for path in (folder / f"{sweep}.json", *sorted(folder.glob(f"{sweep}-*.json"))) if path.is_file()]
-        if files:
-            return [load_recording(path) for path in files]
-    raise ValueError(f"the book has no recording of {sweep!r}: make one with `gptlite record {sweep}`")
-
-
-def roof_of(recording: Recording, roofs: Sequence[Recording] = ()) -> tuple[float, float] | None:
-    """The roof below which a recording was made: (FLOP/s, bytes/s).
-
-    Args:
-        recording: of any sweep.
-        roofs: recordings of `gptlite record roof`; one of the same machine, threads and dtype counts.
-    Returns: the best of its samples; else what the data sheet of a GPU promises in 16 bits; else None.
-    """
-
-    def of(one: Recording) -> tuple[Any, ...]:
-        return (one.machine["name"], one.machine["threads"], one.params["dtype"])
-
-    for roof in roofs:
-        if of(roof) == of(recording):
-            at = {point.at["what"]: point for point in roof.points}
-            product, copy = at["matrix product"], at["copy"]
-            return (product.flops or 0) / min(product.samples), (copy.bytes or 0) / min(copy.samples)
-    card = find_gpu(recording.machine["name"]) if recording.machine["kind"] == "cuda" else None
-    return (card.peak_flops, card.bandwidth) if card and recording.params["dtype"].endswith("float16") else None
 
 
 def request_timeline(presets: tuple[str, ...] = ("gpt2", "1b", "7b"), card: str = "H100 SXM") -> Explorer:
@@ -70,10 +35,10 @@ def request_timeline(presets: tuple[str, ...] = ("gpt2", "1b", "7b"), card: str 
             | {"weights": one.weight_bytes, "key": one.kv_bytes}
         )
     controls = [
-        _menu("model", "Model", presets, presets[-1]),
-        _menu("card", "GPU", list(gpus()), card),
-        _slider("prompt", "Prompt, tokens", 1024, 64, 8192, 64),
-        _slider("answer", "New tokens", 256, 16, 1024, 16),
+        menu("model", "Model", presets, presets[-1]),
+        menu("card", "GPU", list(gpus()), card),
+        slider("prompt", "Prompt, tokens", 1024, 64, 8192, 64),
+        slider("answer", "New tokens", 256, 16, 1024, 16),
         alt.param(name="peak", expr=f"{[c.peak_flops for c in cards]}[card]"),
         alt.param(name="bandwidth", expr=f"{[c.bandwidth for c in cards]}[card]"),
     ]
@@ -209,7 +174,7 @@ def batch_tradeoff(
             rows += _curve(len(machines) - 1, context, "bound", bound)
             facts += _ends(machines[-1], context, bound)
     controls = [
-        _menu("machine", "Machine", machines, machines[0]),
+        menu("machine", "Machine", machines, machines[0]),
         alt.param(
             name="context",
             value=contexts[len(contexts) // 2],

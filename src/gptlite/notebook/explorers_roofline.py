@@ -23,7 +23,7 @@ from gptlite.arithmetic import (
     total,
 )
 from gptlite.hardware import gpu, gpus
-from gptlite.notebook.chart import BLUE, GREEN, ORANGE, VERMILION, Explorer
+from gptlite.notebook.chart import BLUE, GREEN, ORANGE, VERMILION, Explorer, menu, slider
 from gptlite.record import Recording
 
 LONGEST = 131_072  # tokens, upper end of the sliders that ask for a long context
@@ -50,10 +50,10 @@ def roofline(model: str = "Llama 3.1 8B", card: str = "H100 SXM", longest: int =
     """
     models, cards = shipped_models(), list(gpus().values())
     controls = [
-        _menu("card", "GPU", list(gpus()), card),
-        _menu("model", "Model", list(models), model),
-        _slider("batch", "Batch, sequences", 1, 1, 512, 1),
-        _slider("context", "Context, tokens", 1024, 128, longest, 128),
+        menu("card", "GPU", list(gpus()), card),
+        menu("model", "Model", list(models), model),
+        slider("batch", "Batch, sequences", 1, 1, 512, 1),
+        slider("context", "Context, tokens", 1024, 128, longest, 128),
         alt.param(name="peak", expr=f"{[c.peak_flops for c in cards]}[card]"),
         alt.param(name="bandwidth", expr=f"{[c.bandwidth for c in cards]}[card]"),
         alt.param(name="memory", expr=f"{[c.memory_bytes for c in cards]}[card]"),
@@ -153,9 +153,9 @@ def memory_budget(model: str = "Llama 3.1 8B", card: str = "H100 SXM") -> Explor
     models, cards = shipped_models(), list(gpus().values())
     formats: dict[str, Any] = {"options": [2, 1, 0.5], "labels": ["2 (bf16, fp16)", "1 (fp8, int8)", "0.5 (int4)"]}
     controls = [
-        _menu("model", "Model", list(models), model),
-        _menu("card", "GPU", list(gpus()), card),
-        _slider("context", "Context, tokens", 4096, 1024, LONGEST, 1024),
+        menu("model", "Model", list(models), model),
+        menu("card", "GPU", list(gpus()), card),
+        slider("context", "Context, tokens", 4096, 1024, LONGEST, 1024),
         alt.param(name="value_bytes", value=2, bind=alt.binding_select(**formats, name="Bytes per cached value ")),
         alt.param(name="memory", expr=f"{[c.memory_bytes for c in cards]}[card]"),
     ]
@@ -245,8 +245,8 @@ def share_of_attention(model: str = "Llama 3.1 8B") -> Explorer:
             | {"prompt": crossover_prefill(shape), "last": crossover_last_token(shape)}
         )
     controls = [
-        _menu("model", "Model", list(models), model),
-        _slider("context", "Context, tokens", 32_768, 1024, LONGEST, 1024),
+        menu("model", "Model", list(models), model),
+        slider("context", "Context, tokens", 32_768, 1024, LONGEST, 1024),
     ]
     axis_title = "Context, tokens (1k = 1,024)"
     x = alt.X(
@@ -362,7 +362,7 @@ def measured_steps(recordings: Sequence[Recording]) -> Explorer:
                     {"machine": i, "phase": phase, "intensity": intensity, "gflops": rate / 1e9, "words": words}
                     | {"label": str(point.at.get("length") or point.at["batch"])}
                 )
-    controls = [_menu("machine", "Machine", names, names[0] if names else "")]
+    controls = [menu("machine", "Machine", names, names[0] if names else "")]
     x = alt.X(
         "intensity:Q",
         scale=alt.Scale(type="log", nice=False, domain=[0.1, 10_000]),
@@ -446,18 +446,6 @@ def _coefficients(i: int, shape: ModelShape) -> dict[str, Any]:
         "experts": experts,
         "chosen": chosen,
     }
-
-
-def _menu(name: str, label: str, options: Sequence[str], start: str) -> alt.Parameter:
-    """A menu whose value is the place of the choice among the options."""
-    if start not in options:
-        raise ValueError(f"{label} is {start!r}, it must be one of {', '.join(options)}")
-    bind = alt.binding_select(options=list(range(len(options))), labels=list(options), name=f"{label} ")
-    return alt.param(name=name, value=list(options).index(start), bind=bind)
-
-
-def _slider(name: str, label: str, start: int, low: int, high: int, step: int) -> alt.Parameter:
-    return alt.param(name=name, value=start, bind=alt.binding_range(min=low, max=high, step=step, name=f"{label} "))
 
 
 def _line(base: alt.Chart, away: int, words: str = "words", top: bool = False) -> alt.Chart:
