@@ -13,7 +13,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 STACKS = ("vLLM", "SGLang", "TensorRT-LLM", "llama.cpp")
-REDUCES = ("bytes of weights", "bytes of KV", "FLOPs", "steps", "overhead", "nothing")
+REDUCES = ("bytes of weights", "bytes of KV", "bytes of scores", "FLOPs", "steps", "overhead", "nothing")
 PHASES = ("prefill", "decode", "both")
 FIELDS = {
     "key": str, "name": str, "chapter": str, "symbol": str, "test": str, "exact": str, "training": str, "reduces": list,

@@ -62,6 +62,12 @@ def attend(
     H, G = q.shape[1], k.shape[1]
     if H % G:
         raise ValueError(f"q has {H} heads, which is not a multiple of the {G} KV heads")
+    if q.shape[2] == 1 and H != G and not need_lse:
+        # decode: the queries of a group become rows over one KV head, so that its keys are read once for all of them
+        if mask is not None and mask.shape[1] == H:
+            mask = mask.unflatten(1, (G, H // G)).flatten(2, 3)  # [B, G, H/G, T]
+        rows = q.unflatten(1, (G, H // G)).flatten(2, 3)  # [B, G, H/G, D]
+        return attend(rows, k, v, mask, scale).flatten(1, 2)[:, :, None]  # [B, H, 1, Dv]
     if mask is not None and mask.shape[1] not in (1, H):
         mask = mask.repeat_interleave(H // mask.shape[1], dim=1)  # [B, H, S, T]
     if not need_lse:

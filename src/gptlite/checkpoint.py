@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from importlib import resources
+from importlib import import_module, resources
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from gptlite.model import GPTlite
 
 FORMAT = "gptlite-1"
 SHIPPED = ("gptlite", "draft")
+VARIANTS = ("gptlite-gqa2", "gptlite-mla128")  # converted from gptlite, and stored as what differs from it
 
 
 def save_checkpoint(
@@ -107,16 +108,29 @@ def load(
     """The trained model of a chapter.
 
     Args:
-        name: "gptlite" or "draft", which come with the package, or the path of a .safetensors file.
+        name: one of SHIPPED or VARIANTS, which come with the package, or the path of a .safetensors file.
     Returns: the model in eval mode, and its tokenizer.
     Raises: ValueError when there is no such checkpoint or it is damaged.
     """
-    return load_checkpoint(checkpoint_path(name), device, dtype)
+    path = checkpoint_path(name)
+    if is_variant(path):
+        # the technique reads its own format; the checkpoint knows no technique
+        return import_module("gptlite.variants.stored").load_variant(path, device, dtype)
+    return load_checkpoint(path, device, dtype)
+
+
+def is_variant(path: Path) -> bool:
+    """Whether a file says that it is a converted model, which only holds what differs from its base."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return (file.metadata() or {}).get("format", "").startswith("gptlite-variant")
+    except (SafetensorError, OSError):
+        return False
 
 
 def checkpoint_path(name: str | Path) -> Path:
     """Where the checkpoint of that name lies: a shipped one, else the path itself."""
-    if str(name) in SHIPPED:
+    if str(name) in (*SHIPPED, *VARIANTS):
         return Path(str(resources.files("gptlite") / "checkpoints" / f"{name}.safetensors"))
     return Path(name)
 

@@ -1,4 +1,4 @@
-"""The `gptlite` command: train, generate, measure, record, export, data.
+"""The `gptlite` command: train, convert, generate, measure, record, export, data.
 
 Whatever is wrong with the input ends with one line on the standard error stream and exit status 2.
 """
@@ -61,11 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> Parser:
     """The command line with its subcommands."""
+    from gptlite.cli_convert import _add_convert, run_convert  # which is built from the pieces of this module
+
     parser = Parser(prog="gptlite", description="Train, run and measure a small GPT.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"gptlite {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for run, add in (
         (run_train, _add_train),
+        (run_convert, _add_convert),
         (run_generate, _add_generate),
         (run_measure, _add_measure),
         (run_record, _add_record),

@@ -4,6 +4,18 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 
+def check_counts(**counts: Any) -> None:
+    """Refuses a count that is not a whole number of at least 1.
+
+    Args:
+        counts: by the names that the caller knows them by.
+    Raises: ValueError that names the first bad one and its value.
+    """
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}, it must be a whole number of at least 1")
+
+
 @dataclass(frozen=True)
 class GPTConfig:
     """The shape of a GPTlite; the model is built from it, and nothing reads it afterwards.
@@ -41,8 +53,8 @@ class GPTConfig:
             if field.name == "dropout":
                 if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
                     raise ValueError(f"dropout is {value!r}, it must be a number in [0, 1)")
-            elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{field.name} is {value!r}, it must be a whole number of at least 1")
+            else:
+                check_counts(**{field.name: value})
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_kv_heads is {self.n_kv_heads}, it must divide n_heads, which is {self.n_heads}")
 

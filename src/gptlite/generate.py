@@ -150,16 +150,18 @@ def _check(model: GPTlite, tokens: Tensor, n_new: int, cache: Cache | None, over
         raise ValueError("the cache already holds text, generate needs an empty one")
     # the last token is sampled and never read
     needed = tokens.shape[1] + max(n_new - 1, 0)
-    if needed <= model.context_length:
-        return
-    if overflow == "error":
+    passes = needed > model.context_length
+    if passes and overflow == "error":
         raise ValueError(
             f"{tokens.shape[1]} tokens and {n_new} new ones pass the context window of {model.context_length}: "
             "ask for fewer, or choose overflow='slide' or 'clamp'"
         )
-    if overflow == "clamp":
-        if cache is None:
-            raise ValueError("overflow='clamp' drops the oldest cached token, so it needs a cache")
+    if passes and overflow == "clamp" and cache is None:
+        raise ValueError("overflow='clamp' drops the oldest cached token, so it needs a cache")
+    held = min(needed, model.context_length)
+    if cache is not None and cache.longest is not None and held > cache.longest:
+        raise ValueError(f"the text needs room for {held} tokens, a sequence of the cache has {cache.longest}")
+    if passes and overflow == "clamp":
         warnings.warn("overflow='clamp': past the context window the output differs from the model's", stacklevel=3)
 
 

@@ -34,13 +34,20 @@ class MultiHeadAttention(nn.Module):
         n_kv_heads = self.key_proj.out_features // self.d_head
         return n_kv_heads, self.d_head, self.value_proj.out_features // n_kv_heads
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [n, H, D], keys [n, G, D] and values [n, G, Dv] of the packed tokens x [n, d]."""
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Queries [n, H, D], keys [n, G, D] and values [n, G, Dv] of the packed tokens x [n, d].
+
+        A variant gives None for the values when its keys are latents that hold both.
+        """
         n_kv_heads = self.kv_shape[0]
         q = self.query_proj(x).unflatten(-1, (-1, self.d_head))  # [n, H, D]
         k = self.key_proj(x).unflatten(-1, (-1, self.d_head))  # [n, G, D]
         v = self.value_proj(x).unflatten(-1, (n_kv_heads, -1))  # [n, G, Dv]
         return q, k, v
+
+    def mask(self, segment: Segment, k_pos: Tensor) -> Tensor:
+        """The mask [B, 1 or G, S, T] that `mix` gets; a variant that masks by tile never makes the whole of it."""
+        return segment.visible(k_pos, self.window, self.sinks)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tensor, mask: Tensor) -> Tensor:
         """Attention of one segment: q [B, H, S, D], k [B, G, T, D], v [B, G, T, Dv] -> [B, H, S, Dv].
@@ -56,10 +63,11 @@ class MultiHeadAttention(nn.Module):
         q, k, v = self.project(x)
         mixed = []
         for segment in segments:
-            qs, ks, vs = (segment.take(part).transpose(1, 2) for part in (q, k, v))  # [B, heads, S, D]
+            qs, ks = (segment.take(part).transpose(1, 2) for part in (q, k))  # [B, heads, S, D]
+            vs = None if v is None else segment.take(v).transpose(1, 2)  # [B, G, S, Dv]
             if cache is None:
-                mask = segment.visible(segment.positions, self.window, self.sinks)  # [B, 1, S, S]
-                out = self.mix(qs, ks, vs, segment.positions, segment.positions, mask)  # [B, H, S, Dv]
+                mask = self.mask(segment, segment.positions)  # [B, 1, S, S]
+                out = self.mix(qs, ks, vs, segment.positions, segment.positions, mask)  # type: ignore[arg-type]
             else:
                 out = cache.attend(layer, qs, ks, vs, segment, self)
             mixed.append(out.transpose(1, 2).flatten(0, 1).flatten(1))  # [B * S, H * Dv]

@@ -78,9 +78,9 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: probabilities(torch.zeros(2, 3), [SamplingParams()]), "1 sampling parameters for 2 rows"),
     (lambda: probabilities(torch.zeros(1, 3), SamplingParams(), torch.zeros(3).bool()), "no allowed token"),
     # caches
-    (lambda: StaticCache(MODEL, 0, 8), "n_sequences is 0, it must be at least 1"),
-    (lambda: StaticCache(MODEL, 1, 0), "max_tokens is 0, it must be at least 1"),
-    (lambda: StaticCache(MODEL, 1, 8, bucket=0), "bucket is 0, it must be at least 1"),
+    (lambda: StaticCache(MODEL, 0, 8), "n_sequences is 0, it must be a whole number of at least 1"),
+    (lambda: StaticCache(MODEL, 1, 0), "max_tokens is 0, it must be a whole number of at least 1"),
+    (lambda: StaticCache(MODEL, 1, 8, bucket=0), "bucket is 0, it must be a whole number of at least 1"),
     (lambda: MODEL(PROMPT, cache=StaticCache(MODEL, 1, 2)), "needs 3 tokens, a line of the cache has 2"),
     (lambda: MODEL(PROMPT.expand(2, -1), cache=StaticCache(MODEL, 1, 8)), "2 new sequences .* 1 of 1 are free"),
     (lambda: RingCache(MODEL, 1), "a ring needs a window"),

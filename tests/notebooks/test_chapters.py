@@ -30,7 +30,7 @@ SECTIONS = [
 SET_UP = """import sys
 
 if "google.colab" in sys.modules:
-    %pip install --quiet "gptlite[lab] @ git+https://github.com/{repository}"
+    %pip install --quiet "gptlite[{extras}] @ git+https://github.com/{repository}"
 
 from gptlite.notebook.helpers import setup
 
@@ -138,8 +138,10 @@ def outcomes(chapter: Chapter):
 
 
 def same_set_up(chapter: Chapter):
-    if chapter.code[0]["text"] != SET_UP.format(repository=repository()):
-        yield "the first code cell is not the set-up cell of every chapter"
+    semantic = any("from gptlite.semantic" in cell["text"] for cell in chapter.code)
+    extras = "lab,semantic" if semantic else "lab"  # those of what the chapter imports, and no others
+    if chapter.code[0]["text"] != SET_UP.format(repository=repository(), extras=extras):
+        yield f"the first code cell is not the set-up cell of every chapter, with the extras {extras}"
 
 
 def source_is_shown(chapter: Chapter):
@@ -333,6 +335,8 @@ BROKEN_TEXT = [
     (question_with_a_number, "**How many", "How many"),
     (outcomes, "1. **", "1. "),
     (same_set_up, "setup()", "setup(1)"),
+    (same_set_up, "gptlite[lab]", "gptlite[lab,semantic]"),
+    (same_set_up, "from gptlite.sampling", "from gptlite.semantic"),
     (source_is_shown, "show_source(", "print("),
     (source_is_shown, "def plain_forward", "def generate"),
     (exercises_with_solutions, ":::{dropdown} Solution", ":::{note} Solution"),

@@ -1,6 +1,8 @@
 """The checks of the exercises: the solutions in the dropdowns pass them, what the cells begin with does not."""
 
+import importlib
 import json
+import pkgutil
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -8,8 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from gptlite import notebook
 from gptlite.notebook import checks
 
+MODULES = [module.name for module in pkgutil.iter_modules(notebook.__path__) if module.name.startswith("checks")]
+CHECKS = {
+    name: check
+    for module in MODULES
+    for name, check in vars(importlib.import_module(f"gptlite.notebook.{module}")).items()
+    if name.startswith("check_")
+}
 CHAPTERS = sorted((Path(__file__).resolve().parents[2] / "chapters").glob("*.ipynb"))
 
 
@@ -32,12 +42,12 @@ def test_the_solution_is_right_and_the_beginning_is_not(capsys, check: str, begu
         space: dict = {"torch": torch}
         exec(compile(code, check, "exec"), space)
         capsys.readouterr()
-        getattr(checks, check)(space[name])
+        CHECKS[check](space[name])
         assert capsys.readouterr().out.startswith(expected)
 
 
 def test_every_check_is_used() -> None:
-    assert {check for check, *_ in exercises()} == {name for name in vars(checks) if name.startswith("check_")}
+    assert {check for check, *_ in exercises()} == set(CHECKS)
 
 
 def keeps_strictly_more(probs: torch.Tensor, p: float) -> torch.Tensor:

@@ -270,3 +270,24 @@ def test_the_fused_kernel_runs_wherever_the_slow_way_is_not_needed(dtype, monkey
     assert calls == [dtype] * 2
     attend(q.requires_grad_(), k, v)
     assert len(calls) == (2 if dtype == torch.bfloat16 else 3)
+
+
+@pytest.mark.parametrize("heads_of_the_mask", [None, 1, 2, 6])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_one_new_token_of_grouped_heads_equals_the_same_row_of_many(heads_of_the_mask, dtype):
+    """Decode folds the query heads of a group into rows: H = 6 over G = 2, some rows with no key at all."""
+    generator = torch.Generator().manual_seed(4)
+    q = torch.randn(3, 6, 5, 4, generator=generator, dtype=torch.float64).to(dtype)
+    k, v = (torch.randn(3, 2, 7, D, generator=generator, dtype=torch.float64).to(dtype) for D in (4, 9))
+    mask = None
+    if heads_of_the_mask:
+        mask = torch.rand(3, heads_of_the_mask, 5, 7, generator=generator) < 0.5
+        mask[1, :, 2] = False
+    whole = attend(q, k, v, mask, 0.3)
+    for s in range(5):
+        one = attend(q[:, :, s : s + 1], k, v, None if mask is None else mask[:, :, s : s + 1], 0.3)
+        assert one.shape == (3, 6, 1, 9)
+        tolerance = 1e-12 if dtype == torch.float64 else 2e-2  # bf16: its own rounding, two digits and a half
+        torch.testing.assert_close(one[:, :, 0], whole[:, :, s], rtol=0, atol=tolerance)
+    trained = attend(q[:, :, :1].requires_grad_(), k, v, None if mask is None else mask[:, :, :1], 0.3)
+    torch.testing.assert_close(trained[:, :, 0], whole[:, :, 0], rtol=0, atol=1e-12 if dtype == torch.float64 else 5e-2)

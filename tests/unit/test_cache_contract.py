@@ -7,10 +7,15 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 
+from gptlite.cache.block_store import BlockStore
 from gptlite.cache.contract import Cache
 from gptlite.cache.dense import DynamicCache, RingCache, StaticCache
+from gptlite.cache.paged import PagedCache
+from gptlite.cache.radix import RadixStore
+from gptlite.cache.reuse import PrefixCache
 from gptlite.config import GPTConfig
 from gptlite.model import GPTlite
+from gptlite.variants.mla import to_latent
 
 CONTEXT, VOCAB, MAX_CHUNK = 48, 23, 6
 
@@ -21,7 +26,16 @@ CACHES = {
     "static": (None, lambda model, n: StaticCache(model, n, CONTEXT, bucket=16)),
     "static, one bucket": (None, lambda model, n: StaticCache(model, n, CONTEXT, bucket=CONTEXT)),
     "ring": (5, lambda model, n: RingCache(model, n, chunk=MAX_CHUNK)),
+    "prefix, blocks": (None, lambda model, n: PrefixCache(model, n, CONTEXT, BlockStore(6, 4), bucket=16)),
+    "prefix, radix tree": (None, lambda model, n: PrefixCache(model, n, CONTEXT, RadixStore(30), bucket=16)),
+    "paged": (None, lambda model, n: PagedCache(model, 64)),
+    "paged, window, a page a split": (5, lambda model, n: PagedCache(model, 64, 4, pages_per_split=1)),
+    "paged, tiny blocks": (None, lambda model, n: PagedCache(model, 128, 3, pages_per_split=2)),
+    "paged, prefix caching": (None, lambda model, n: PagedCache(model, 128, 3, True, pages_per_split=2)),
 }
+
+# and those that are tried once more on a model with latent attention, whose keys hold the values too
+LATENT = ("dynamic", "static", "ring", "prefix, blocks", "paged", "paged, tiny blocks")
 
 
 def make_model(window: int | None = None, dtype: torch.dtype = torch.float64) -> GPTlite:
@@ -35,10 +49,12 @@ def make_model(window: int | None = None, dtype: torch.dtype = torch.float64) ->
     return model.to(dtype)
 
 
-@pytest.fixture(params=CACHES)
+@pytest.fixture(params=[*CACHES, *(f"latent: {name}" for name in LATENT)])
 def pair(request: pytest.FixtureRequest) -> tuple[GPTlite, Cache]:
-    window, make = CACHES[request.param]
+    window, make = CACHES[request.param.removeprefix("latent: ")]
     model = make_model(window)
+    if request.param.startswith("latent: "):
+        model = to_latent(model, 7)
     return model, make(model, 4)
 
 
@@ -219,6 +235,8 @@ def test_a_refused_step_changes_nothing(pair: tuple[GPTlite, Cache]) -> None:
         (["b", "a"], [[0], []], None),  # a row without tokens
         (["b", "a"], [[0], [3, 4]], [None, [1, -1]]),  # a parent that comes later
         (["b", "a"], [[0], [3, 4]], [None, [-1]]),  # a tree of another size
+        (["b", "a"], [[0], [3.0]], None),  # positions that are no integers
+        (["b", "a"], [[[0]], [[3]]], None),  # or have an axis too many
     ]
     if isinstance(cache, StaticCache):
         refused += [
@@ -230,6 +248,10 @@ def test_a_refused_step_changes_nothing(pair: tuple[GPTlite, Cache]) -> None:
             cache.prepare(keys, [torch.tensor(row) for row in positions], parents)
         assert cache.next_position("a") == 3
         assert cache.next_position("b") == 0
+    for whole in (torch.zeros(2, 0, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), torch.zeros(2, 1)):
+        with pytest.raises(ValueError, match=r"no new tokens|must be integers"):
+            cache.prepare(["a", "b"], whole)
+        assert cache.next_position("a") == 3
     logits = step(model, cache, {"a": [5], "b": [2]}, {"a": [3], "b": [0]})
     torch.testing.assert_close(logits["a"][0], plain(model, [*text, 5]), rtol=0, atol=1e-9)
     torch.testing.assert_close(logits["b"][0], plain(model, [2]), rtol=0, atol=1e-9)
@@ -249,6 +271,9 @@ def test_sequences_that_are_not_there_are_named(pair: tuple[GPTlite, Cache]) -> 
     for kept in (3, -1, [2], [1, 0], [0, 0]):
         with pytest.raises(ValueError, match="cannot keep"):
             cache.keep(["a"], [kept])
+    for sequences, kept in ((["a"], [1, 1]), (["a", "a"], [1, 1]), (["a"], [])):
+        with pytest.raises(ValueError, match=r"one for each, none twice"):
+            cache.keep(sequences, kept)
     for call in (lambda: cache.fork("a", "a"), lambda: cache.load("a", cache.export("a"))):
         with pytest.raises(ValueError, match="already holds"):
             call()
@@ -279,10 +304,13 @@ def test_an_exported_sequence_goes_on_in_another_cache(pair: tuple[GPTlite, Cach
     assert other.next_position("moved") == 5
     logits = step(model, other, {"moved": [6]}, {"moved": [5]})["moved"][0]
     torch.testing.assert_close(logits, plain(model, [*text, 6]), rtol=0, atol=1e-9)
+    holes, unplaced = {**state, "k_pos": state["k_pos"] - 1}, {**state, "k_pos": state["k_pos"].double()}
+    without = {name: part for name, part in state.items() if name != "k_pos"}
     del state["v.1"]
-    with pytest.raises(ValueError, match=r"v\.1"):
-        other.load("broken", state)
-    assert other.next_position("broken") == 0
+    for broken, match in ((state, r"v\.1"), (holes, "no holes"), (unplaced, "integers"), (without, "no k_pos")):
+        with pytest.raises(ValueError, match=match):
+            other.load("broken", broken)
+        assert other.next_position("broken") == 0
 
 
 def test_what_lies_in_unused_memory_is_never_read() -> None:
@@ -297,12 +325,25 @@ def test_what_lies_in_unused_memory_is_never_read() -> None:
     assert torch.isfinite(logits["b"]).all()
 
 
+@pytest.mark.parametrize("kind", ["static", "static, one bucket", "ring"])
+def test_a_line_whose_last_sequence_was_nan_serves_the_next_one(kind: str) -> None:
+    window, make = CACHES[kind]
+    model = make_model(window)
+    cache = make(model, 1)
+    step(model, cache, {"a": [1, 2, 3, 4]}, {"a": [0, 1, 2, 3]})
+    for store in (*cache.k, *cache.v):  # as after an overflow in 16 bits
+        store[:, :, :4] = float("nan")
+    cache.free("a")
+    logits = step(model, cache, {"b": [5, 6]}, {"b": [0, 1]})["b"]
+    torch.testing.assert_close(logits[1], plain(model, [5, 6]), rtol=0, atol=1e-9)
+
+
 def test_an_all_zero_key_is_still_a_key(pair: tuple[GPTlite, Cache]) -> None:
     model, cache = pair
     with torch.no_grad():
         for block in model.blocks:
-            block.mha.key_proj.weight.zero_()
-            block.mha.key_proj.bias.zero_()
+            for parameter in getattr(block.mha, "key_proj", getattr(block.mha, "latent_proj", None)).parameters():
+                parameter.zero_()
     step(model, cache, {"a": [1, 2, 3]}, {"a": [0, 1, 2]})
     logits = step(model, cache, {"a": [4]}, {"a": [3]})["a"][0]
     torch.testing.assert_close(logits, plain(model, [1, 2, 3, 4]), rtol=0, atol=1e-9)

@@ -18,6 +18,15 @@ QWEN_LAYER = 2 * 1536**2 + 2 * 1536 * 256 + 3 * 1536 * 8960 + 1536 + 2 * 256 + 2
 QWEN_NON_EMBEDDING = 28 * QWEN_LAYER + 1536
 QWEN_STEP = 2 * (QWEN_NON_EMBEDDING + 151_936 * 1536) + 1024 * 28 * 1024  # bytes of a decode step at 1,024 tokens
 
+SRAM = 100 * 1024 // 2  # numbers of 16 bits in 100 KiB
+
+
+def streamed(n: int, d: int) -> float:
+    """Numbers per token that tiled attention moves: queries and output, and keys and values per tile of queries."""
+    keys = min(d, SRAM // (8 * d))
+    queries = (SRAM - 2 * d * keys) // (2 * d + keys + 2)
+    return 2 * d + 2 * d * -(-n // queries)
+
 
 def step(batch: int, context: int) -> int:
     """Bytes that a decode step of Llama 3.1 8B reads."""
@@ -53,6 +62,8 @@ def row(number: int) -> str:
         (24, [f"{53.8e12 / 616e9:.0f}", f"about {53.8e12 / (2 * QWEN_NON_EMBEDDING) / (616e9 / QWEN_STEP):.0f}"]),
         (25, [f"{16.0005 / 4.8944:.2f} times", f"{71.93 / 29.17:.2f} times"]),
         (26, [f"{671e9 * 2 / 2**30:,.0f} GiB", f"{685 - 671}B"]),
+        (29, [f"{SRAM:,} numbers", f"{64**2 / SRAM:.2f} for heads of 64", f"{128**2 / SRAM:.2f} for heads of 128"]),
+        (29, [f"{1 + 4 * 4096 / streamed(4096, D):.1f}" for D in (64, 128)]),
     ],
 )
 def test_a_figure_is_what_arithmetic_gives(number: int, figures: list[str]) -> None:

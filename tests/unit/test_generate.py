@@ -276,6 +276,32 @@ def test_a_used_cache_is_refused():
         generate(model, prompts(1, 4), 3, cache=cache)
 
 
+@pytest.mark.parametrize(("n", "n_new", "overflow"), [(4, 5, "error"), (9, 0, "error"), (20, 20, "slide")])
+def test_a_cache_that_is_too_small_is_refused_before_anything_is_computed(n, n_new, overflow):
+    model = tiny()
+    count = Counted(model)
+    held = min(n + max(n_new - 1, 0), CONFIG.context_length)
+    with pytest.raises(ValueError, match=f"needs room for {held} tokens, a sequence of the cache has {held - 1}"):
+        generate(model, prompts(1, n), n_new, cache=StaticCache(model, 1, held - 1), overflow=overflow)
+    assert count.passes == 0
+    generate(model, prompts(1, n), n_new, cache=StaticCache(model, 1, held), overflow=overflow)
+
+
+@pytest.mark.parametrize(("n", "chunk"), [(20, 1), (30, 1), (30, 4)])
+def test_clamp_over_a_ring_sees_the_last_keys_of_its_window(n, chunk):
+    """As `clamped`, with no more keys than the window: past the context a ring forgets nothing else."""
+    model, text = tiny(), prompts(1, n)
+    for block in model.blocks:
+        block.mha.window = 5
+    cache = RingCache(model, 1, chunk=chunk)
+    with pytest.warns(UserWarning, match=r"the output differs from the model's"):
+        found = generate(model, text, 16, cache=cache, overflow="clamp")
+    positions = cache.export(0)["k_pos"].tolist()
+    assert found.shape == (1, n + 16)
+    # what the slots hold: the last tokens, each once; the newest all have the last position
+    assert len(positions) == cache.max_tokens and positions == sorted(positions) and positions[-1] == 23
+
+
 def test_the_cache_holds_the_text_afterwards():
     model, cache = tiny(), None
     cache = DynamicCache(model)

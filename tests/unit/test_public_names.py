@@ -144,12 +144,27 @@ def imports(tree, at_import=True):
 # the parts of the package from the bottom up: a module imports from its own layer and those below
 LAYERS = [
     {"config", "facts", "progress"},
-    {"attention", "cache.contract", "arithmetic"},
-    {"model", "cache", "cache.tracked", "cache.dense", "data", "sampling", "hardware"},
-    {"generate", "checkpoint"},
-    {"measure", "fast", "export"},
-    {"train", "record", "sweeps"},
-    {"cli", "notebook"},
+    {"attention", "cache.contract", "arithmetic", "arithmetic_cache"},
+    {
+        "model",
+        "cache",
+        "cache.tracked",
+        "cache.dense",
+        "cache.prefix",
+        "cache.block_store",
+        "cache.radix",
+        "cache.blocks",
+        "cache.tables",
+        "cache.splits",
+        "cache.paged",
+        "data",
+        "sampling",
+        "hardware",
+    },
+    {"generate", "checkpoint", "cache.offload", "cache.reuse"},
+    {"measure", "writes", "fast", "export", "serving", "semantic"},
+    {"train", "record", "sweeps", "variants"},
+    {"cli", "cli_convert", "notebook"},
 ]
 
 
@@ -184,6 +199,7 @@ EXTRAS = {
     "faiss",
     "sentence_transformers",
     "tokenizers",
+    "simpy",
 }
 
 

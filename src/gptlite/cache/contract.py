@@ -111,7 +111,7 @@ class Cache:
         """
         keys, values, k_pos = self.update(layer, k, v, segment)
         # values are None for a latent alone, and then the layer's mix expands it
-        mask = segment.visible(k_pos, attention.window, attention.sinks)
+        mask = attention.mask(segment, k_pos)
         return attention.mix(q, keys, values, segment.positions, k_pos, mask)  # type: ignore[arg-type]
 
     def keep(self, sequences: Sequence[Hashable], kept: Sequence[int | Sequence[int]]) -> None:
@@ -202,6 +202,11 @@ def plan_rows(
     if len(set(sequences)) != len(sequences):
         twice = next(key for i, key in enumerate(sequences) if key in list(sequences)[:i])
         raise ValueError(f"sequence {twice!r} comes twice in a step")
+    whole = isinstance(positions, Tensor)
+    for row in [positions] if isinstance(positions, Tensor) else positions:
+        if row.dim() != (2 if whole else 1) or row.is_floating_point():
+            found, wanted = f"{row.dtype} {tuple(row.shape)}", "[B, S]" if whole else "[S] for each row"
+            raise ValueError(f"positions is {found}, it must be integers {wanted}")
     if parents is not None:
         if len(parents) != len(sequences):
             raise ValueError(f"a step has {len(sequences)} sequences and parents for {len(parents)}")
@@ -209,6 +214,8 @@ def plan_rows(
             if tree is not None and (len(tree) != len(row) or any(not -1 <= p < i for i, p in enumerate(tree))):
                 raise ValueError(f"sequence {key!r} has parents {list(tree)}, each must be -1 or come before its child")
     if isinstance(positions, Tensor):
+        if not positions.shape[1]:
+            raise ValueError(f"sequence {sequences[0]!r} has no new tokens in this step")
         return [(list(range(len(sequences))), positions, None)]
     starts = torch.tensor([0, *(len(row) for row in positions)]).cumsum(0).tolist()
     groups: dict[int, list[int]] = {}

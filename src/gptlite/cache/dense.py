@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gptlite.cache.contract import Parents, Positions, Segment, plan_rows
 from gptlite.cache.tracked import TrackedCache
+from gptlite.config import check_counts
 
 if TYPE_CHECKING:
     from gptlite.model import GPTlite
@@ -64,8 +65,9 @@ class DynamicCache(TrackedCache):
         assert segment.k_pos is not None
         T = segment.k_pos.shape[1]
         keys = self._append(self.k, layer, k, segment.sequences, T)  # [B, G, T, Dk]
-        values = None if v is None else self._append(self.v, layer, v, segment.sequences, T)  # [B, G, T, Dv]
-        return keys, values, segment.k_pos
+        # a latent has no values beside it: as many of width 0 are kept, so that all else counts alike
+        values = self._append(self.v, layer, k[..., :0] if v is None else v, segment.sequences, T)  # [B, G, T, Dv]
+        return keys, None if v is None else values, segment.k_pos
 
     def _append(
         self, store: dict[Hashable, list[Tensor]], layer: int, new: Tensor, sequences: Sequence[Hashable], T: int
@@ -120,13 +122,11 @@ class StaticCache(TrackedCache):
         n_sequences: lines of memory, one per sequence.
         max_tokens: tokens that a line holds.
         bucket: T is padded to a multiple of it, so that few shapes occur and a compiled step is used again.
-    Raises: ValueError when a count is below 1.
+    Raises: ValueError when a count is not a whole number of at least 1.
     """
 
     def __init__(self, model: GPTlite, n_sequences: int, max_tokens: int, bucket: int = 64) -> None:
-        for name, value in (("n_sequences", n_sequences), ("max_tokens", max_tokens), ("bucket", bucket)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}, it must be at least 1")
+        check_counts(n_sequences=n_sequences, max_tokens=max_tokens, bucket=bucket)
         super().__init__(model)
         self.max_tokens, self.bucket = max_tokens, bucket
         self.longest = max_tokens
@@ -224,6 +224,8 @@ class StaticCache(TrackedCache):
     def free(self, sequence: Hashable) -> None:
         self._held(sequence)
         self.k_pos[self._lines[sequence]] = -1
+        for lines in (*self.k, *self.v):  # masking gives the weight 0, but 0 times a NaN left behind would be NaN
+            lines[self._lines[sequence]] = 0
         for store in (self._lines, self._slots, self.positions, self._real):
             store.pop(sequence, None)
 
@@ -238,8 +240,9 @@ class StaticCache(TrackedCache):
     def export(self, sequence: Hashable) -> dict[str, Tensor]:
         positions, line = self._held(sequence), self._lines[sequence]
         stored = self.k_pos[line].tolist()
-        # a ring has written over its older tokens
-        whole = [(slot, p) for slot, p in zip(self._slots[sequence], positions, strict=True) if stored[slot] == p]
+        # a ring has written over its older tokens: only the last can be there, less those that `keep` took back
+        last = list(zip(self._slots[sequence], positions, strict=True))[-self.max_tokens :]
+        whole = [(slot, p) for slot, p in last if stored[slot] == p]
         slots = [slot for slot, _ in whole]
         state = {"k_pos": torch.tensor([p for _, p in whole], dtype=torch.int64)}
         for name, store in (("k", self.k), ("v", self.v)):
@@ -270,12 +273,12 @@ class RingCache(StaticCache):
         model: a model each of whose layers has a `window`.
         n_sequences: lines of memory, one per sequence.
         chunk: c, new tokens of a sequence in a step at most.
-    Raises: ValueError when a layer has no window, or keeps sinks, which a ring would overwrite.
+    Raises: ValueError when a count is not a whole number of at least 1, a layer has no window, or one keeps sinks,
+        which a ring would overwrite.
     """
 
     def __init__(self, model: GPTlite, n_sequences: int, chunk: int = 1) -> None:
-        if chunk < 1:
-            raise ValueError(f"chunk is {chunk}, it must be at least 1")
+        check_counts(n_sequences=n_sequences, chunk=chunk)
         windows = [block.mha.window for block in model.blocks]
         widths = [window for window in windows if window is not None]
         if len(widths) < len(windows) or any(block.mha.sinks for block in model.blocks):

@@ -64,6 +64,8 @@ class TrackedCache(Cache):
 
         Returns: per sequence, where its last step began among its tokens, and which of that step's are kept.
         """
+        if len(sequences) != len(kept) or len(set(sequences)) != len(sequences):
+            raise ValueError(f"{len(sequences)} sequences and what to keep of {len(kept)}: one for each, none twice")
         for key in sequences:
             if key not in self._real:
                 raise ValueError(f"sequence {key!r} was not in the last step")
@@ -79,10 +81,17 @@ class TrackedCache(Cache):
 
     def _check_state(self, state: dict[str, Tensor]) -> list[int]:
         """Returns: its positions. Raises: ValueError when an exported state is not of a model with these shapes."""
-        n = len(state["k_pos"]) if "k_pos" in state else 0
+        if "k_pos" not in state:
+            raise ValueError("the state has no k_pos, the positions of its tokens")
+        k_pos = state["k_pos"]
+        if k_pos.dim() != 1 or k_pos.is_floating_point() or bool((k_pos < 0).any()):
+            raise ValueError(
+                f"the state's k_pos is {k_pos.dtype} {tuple(k_pos.shape)}, it must be integers [n], no holes"
+            )
+        n = len(k_pos)
         for layer, (G, Dk, Dv) in enumerate(self.shapes):
             for name, shape in ((f"k.{layer}", (G, n, Dk)), (f"v.{layer}", (G, n, Dv))):
                 found = tuple(state[name].shape) if name in state else "missing"
                 if found != shape:
                     raise ValueError(f"the state's {name} is {found}, the cache needs {shape}")
-        return state["k_pos"].tolist()
+        return k_pos.tolist()
