@@ -436,7 +436,10 @@ def _add_seed(parser: Parser) -> None:
 
 def _add_checkpoint(parser: Parser) -> None:
     parser.add_argument(
-        "--checkpoint", default="gptlite", metavar="NAME", help="gptlite, draft, or a .safetensors file"
+        "--checkpoint",
+        default="gptlite",
+        metavar="NAME",
+        help="gptlite, draft, gptlite-gqa2, gptlite-mla128, or a .safetensors file",
     )
 
 

@@ -12,8 +12,10 @@ from gptlite.cache.dense import DynamicCache, StaticCache
 from gptlite.cache.paged import PagedCache
 from gptlite.config import GPTConfig
 from gptlite.model import GPTlite
-from gptlite.serving.arrivals import load_trace, mixed_lengths, mixed_requests, poisson_times
+from gptlite.sampling import GREEDY
+from gptlite.serving.arrivals import Arrival, load_trace, mixed_lengths, mixed_requests, poisson_times
 from gptlite.serving.engine import Engine
+from gptlite.serving.metrics import percentile, throughput
 from gptlite.serving.scheduler import Scheduler
 from gptlite.serving.sequence import Request
 from gptlite.serving.static import StaticScheduler
@@ -29,7 +31,11 @@ def add(cache: Any = CACHE, n_prompt: int = 3, n_new: int = 2, **options: Any) -
 CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: Request([], 3), r"tokens have shape \(0,\), it must be \[n\] with at least one token"),
     (lambda: Request(torch.ones(2, 3), 3), r"tokens have shape \(2, 3\), it must be \[n\]"),
-    (lambda: Request([1], 0), "n_new is 0, it must be at least 1"),
+    (lambda: Request([1], 0), "n_new is 0, it must be a whole number of at least 1"),
+    (lambda: Request([1], 2.5), "n_new is 2.5, it must be a whole number"),  # type: ignore[arg-type]
+    (lambda: Request("to be", 3), "tokens are 'to be', they must be a tensor"),  # type: ignore[arg-type]
+    (lambda: Request(7, 3), "tokens are 7, they must be a tensor"),  # type: ignore[arg-type]
+    (lambda: Request([1], 1, stop=(3,)), r"stop is \(3,\), it must be a tuple of strings"),  # type: ignore[arg-type],
     (lambda: Request([1], 1, stop="end"), "stop is 'end', it must be a tuple of strings"),
     (lambda: Request([1], 1, stop=("",)), r"stop is \('',\), it must be a tuple of strings that are not empty"),
     (
@@ -47,11 +53,24 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: Engine(MODEL, CACHE).add(Request([1, 7], 2)), "token 7 is outside the vocabulary of 7"),
     (lambda: Engine(MODEL, CACHE).add(Request([-1, 6], 2)), "token -1 is outside the vocabulary of 7"),
     (lambda: add(stop=("a",)), r"stop strings \('a',\) need the engine to have a tokenizer"),
-    (lambda: Engine(MODEL, CACHE).add_samples(Request([1], 1), 0), "n is 0, it must be at least 1"),
-    (lambda: Scheduler(CACHE, 0), "max_batch is 0, it must be at least 1"),
-    (lambda: StaticScheduler(CACHE, 0), "max_batch is 0, it must be at least 1"),
+    # what only a step would find out, and the users that share it would pay for
+    (lambda: Engine(MODEL, CACHE).add(Request(torch.tensor([1.5]), 2)), "a token is 1.5, it must be a whole number"),
+    (lambda: Engine(MODEL, CACHE).add(Request([True], 2)), "a token is True, it must be a whole number"),
+    (lambda: add(seed=1.5), "seed is 1.5, it must be a whole number"),
+    (lambda: add(seed=2**70), "seed is 1180591620717411303424, it must fit 64 bits"),
+    (lambda: add(params=None), "params is None, it must be SamplingParams"),
+    (lambda: Engine(MODEL, CACHE).add_samples(Request([1], 1), 0), "n is 0, it must be a whole number of at least 1"),
+    (lambda: Scheduler(CACHE, 0), "max_batch is 0, it must be a whole number of at least 1"),
+    (lambda: Scheduler(CACHE, float("nan")), "max_batch is nan, it must be a whole number"),  # type: ignore[arg-type]
+    (lambda: StaticScheduler(CACHE, 0), "max_batch is 0, it must be a whole number of at least 1"),
     (lambda: Scheduler(CACHE, 8, token_budget=7), "token_budget is 7, it must be at least max_batch, 8"),
+    (lambda: Scheduler(CACHE, 8, float("nan")), "token_budget is nan, it must be at least max_batch, 8"),  # type: ignore[arg-type]
     (lambda: Scheduler(CACHE, 8, preemption="forget"), "preemption is 'forget', it must be 'recompute' or 'swap'"),  # type: ignore[arg-type]
+    (lambda: Arrival(float("nan"), Request([1], 1)), "time is nan, a request must come at a finite number of seconds"),
+    (lambda: poisson_times(1.0, -1), "n is -1, it must be a whole number of at least 0"),
+    (lambda: mixed_lengths(-1, 1, 4), "n is -1, it must be a whole number of at least 0"),
+    (lambda: percentile([1.0], 101), "q is 101, it must be between 0 and 100"),
+    (lambda: percentile([1.0], float("nan")), "q is nan, it must be between 0 and 100"),
     (lambda: poisson_times(0.0, 3), "rate is 0.0, it must be above 0 requests per second"),
     (lambda: poisson_times(float("nan"), 3), "rate is nan, it must be above 0"),
     (lambda: mixed_lengths(3, 0, 4), "lengths from 0 to 4: they must begin at 1 or more, and rise"),
@@ -96,6 +115,19 @@ def test_a_trace_that_is_none(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "trace.jsonl").write_text(text)
     with pytest.raises(ValueError, match=message):
         load_trace(tmp_path / "trace.jsonl")
+
+
+def test_logits_that_are_no_numbers_end_a_greedy_step_as_they_end_generate() -> None:
+    broken = GPTlite(MODEL.config).eval()
+    broken.fc_out.weight.data[3, 0] = float("nan")
+    engine = Engine(broken, DynamicCache(broken))
+    engine.add(Request([1, 2], 3, GREEDY))
+    with pytest.raises(ValueError, match="a row of logits holds NaN or an infinite value"):
+        engine.step()
+
+
+def test_nothing_served_is_a_throughput_of_0() -> None:
+    assert throughput([]) == 0.0
 
 
 def test_a_refused_request_leaves_the_engine_as_it_was() -> None:

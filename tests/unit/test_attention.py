@@ -291,3 +291,71 @@ def test_one_new_token_of_grouped_heads_equals_the_same_row_of_many(heads_of_the
         torch.testing.assert_close(one[:, :, 0], whole[:, :, s], rtol=0, atol=tolerance)
     trained = attend(q[:, :, :1].requires_grad_(), k, v, None if mask is None else mask[:, :, :1], 0.3)
     torch.testing.assert_close(trained[:, :, 0], whole[:, :, 0], rtol=0, atol=1e-12 if dtype == torch.float64 else 5e-2)
+
+
+# -- one query over grouped heads, which decode takes apart in its own way ------------------------------------------
+
+
+def one_query(dtype, G, masked, H=6, T=7):
+    """A query of each of 3 sequences over G KV heads, and a mask: by the rule of visibility, or any at all."""
+    q, k, v = (
+        randn(3, H, 1, 4, dtype=dtype),
+        randn(3, G, T, 4, dtype=dtype, seed=1),
+        randn(3, G, T, 9, dtype=dtype, seed=2),
+    )
+    q_pos, k_pos = torch.tensor([[6], [2], [-1]]), torch.arange(T).repeat(3, 1)
+    k_pos[0, 4] = -1  # a hole
+    grouped_pos = torch.stack([(k_pos + g * 3) % T for g in range(G)], dim=1)  # [B, G, T]
+    mask = {
+        "nothing": None,
+        "causal": visible(q_pos, k_pos),
+        "window and sinks": visible(q_pos, k_pos, window=2, sinks=1),
+        "tokens of its own in each KV head": visible(q_pos, grouped_pos, window=3),
+        "one per query head": randn(3, H, 1, T, seed=8) > 0,
+    }[masked]
+    return q, k, v, mask
+
+
+MASKS = ("nothing", "causal", "window and sinks", "tokens of its own in each KV head", "one per query head")
+
+
+@pytest.mark.parametrize("masked", MASKS)
+@pytest.mark.parametrize("G", [1, 2, 3, 6])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_one_query_over_grouped_heads_is_softmax_attention(dtype, G, masked):
+    q, k, v, mask = one_query(dtype, G, masked)
+    H, wide = q.shape[1], []
+    for h in range(H):  # head by head, so that each mask is the head's own
+        g = h // (H // G)
+        own = None if mask is None else mask[:, [{1: 0, G: g, H: h}[mask.shape[1]]]]
+        wide.append(attend_by_loop(q[:, [h]], k[:, [g]], v[:, [g]], own))
+    expected, expected_lse = (torch.cat(parts, dim=1) for parts in zip(*wide, strict=True))
+    out = attend(q, k, v, mask)
+    assert (out.shape, out.dtype) == ((3, H, 1, 9), dtype)
+    torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    if masked != "nothing" and masked != "one per query head":
+        assert (out[2] == 0).all()  # a query that is a hole
+    if masked != "one per query head":
+        same, lse = attend(q, k, v, mask, need_lse=True)
+        torch.testing.assert_close(same.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("masked", MASKS)
+def test_gradients_of_one_query_over_grouped_heads(masked):
+    q, k, v, mask = one_query(torch.float64, 2, masked)
+    leaves = [part.requires_grad_() for part in (q, k, v)]
+    assert torch.autograd.gradcheck(lambda q, k, v: attend(q, k, v, mask), leaves)
+    # and in bf16 on a CPU, by products instead of the fused kernel; the same numbers in fp64 are what is right
+    small = [part.detach().bfloat16().requires_grad_() for part in leaves]
+    exact = [part.detach().double().requires_grad_() for part in small]
+    weights = randn(3, 6, 1, 9, seed=9)
+    for parts in (small, exact):
+        (attend(*parts, mask).double() * weights).sum().backward()
+    for a, b in zip(small, exact, strict=True):
+        torch.testing.assert_close(a.grad.double(), b.grad, atol=6e-2, rtol=6e-2)  # sums of three heads in bf16
+
+
+def test_one_query_over_grouped_heads_and_no_keys():
+    q, k, v = randn(2, 4, 1, 5), randn(2, 2, 0, 5), randn(2, 2, 0, 6)
+    assert torch.equal(attend(q, k, v, torch.ones(2, 1, 1, 0, dtype=torch.bool)), torch.zeros(2, 4, 1, 6).double())

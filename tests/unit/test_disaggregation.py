@@ -8,13 +8,16 @@ import time
 import pytest
 import torch
 
+from gptlite.cache.dense import DynamicCache
 from gptlite.config import GPTConfig
-from gptlite.generate import generate
+from gptlite.generate import generate, prefill
 from gptlite.model import GPTlite
 from gptlite.sampling import SamplingParams
 from gptlite.serving.disaggregation import ROLES, Answer, Disaggregated
 from gptlite.serving.sequence import Request
-from gptlite.serving.transfer import HEADER, MARK, Channel, encode, wait
+from gptlite.serving.transfer import HEADER, MARK, Channel, Frame, encode, pack_state, until_readable
+
+LONG = 300.0  # seconds that nothing takes but on a machine with far too much to do
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +36,7 @@ def processes(model):
 @pytest.fixture
 def pair(processes):
     """Both processes alive, and no request left over from another test."""
+    processes.poll()
     for role in ROLES:
         if not processes.alive(role):
             processes.restart(role)
@@ -55,7 +59,7 @@ def requests(n, n_new=12):
         yield Request(tokens, 1 + (n_new + i) % 17, SamplingParams(0.0 if i % 3 == 0 else 0.9, top_k=20), seed=i)
 
 
-def wait_for(condition, both, seconds=60.0):
+def wait_for(condition, both, seconds=LONG):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, both.answers
@@ -66,7 +70,7 @@ def test_two_processes_give_the_tokens_of_one_in_fp64(model, pair):
     asked = list(requests(10)) + [Request([3, 1], 1), Request([5] * 117, 12)]
     for request in asked:
         pair.submit(request)
-    answers = pair.wait(60)
+    answers = pair.wait(LONG)
     pids = {process.pid for process in pair.processes.values()}
     assert len(pids) == 2 and os.getpid() not in pids
     for request, answer in zip(asked, answers, strict=True):
@@ -80,7 +84,7 @@ def test_a_killed_decode_process_ends_its_requests_and_prefill_goes_on(model, pa
         pair.submit(request)
     wait_for(lambda: all(len(answer.tokens) > 2 for answer in pair.answers.values()), pair)
     os.kill(pair.processes["decode"].pid, signal.SIGKILL)
-    answers = pair.wait(30)
+    answers = pair.wait(LONG)
     for i, answer in enumerate(answers):
         assert answer.error == f"the decode process ended (signal 9) while it held request {i}"
         assert answer.tokens == alone(model, long[i])[: len(answer.tokens)]
@@ -88,12 +92,12 @@ def test_a_killed_decode_process_ends_its_requests_and_prefill_goes_on(model, pa
     # prefill still reads prompts: an answer of one token needs nothing else, and a longer one says what is missing
     one, two = Request([1, 2, 3], 1), Request([1, 2, 3], 5)
     numbers = [pair.submit(one), pair.submit(two)]
-    pair.wait(30)
+    pair.wait(LONG)
     assert pair.answers[numbers[0]].tokens == alone(model, one) and not pair.answers[numbers[0]].error
     assert pair.answers[numbers[1]].error == "there is no decode process to take the sequence over"
     pair.restart("decode")
     number = pair.submit(two)
-    pair.wait(30)
+    pair.wait(LONG)
     assert (pair.answers[number].error, pair.answers[number].tokens) == ("", alone(model, two))
 
 
@@ -104,14 +108,14 @@ def test_a_killed_prefill_process_ends_its_requests_and_decode_goes_on(model, pa
     os.kill(pair.processes["prefill"].pid, signal.SIGSTOP)  # so that it holds the next one for sure
     number = pair.submit(Request([1] * 50, 5))
     os.kill(pair.processes["prefill"].pid, signal.SIGKILL)
-    answers = pair.wait(30)
+    answers = pair.wait(LONG)
     assert answers[number].error == f"the prefill process ended (signal 9) while it held request {number}"
     assert (answers[0].error, answers[0].tokens) == ("", alone(model, begun))
     with pytest.raises(RuntimeError, match="the prefill process has ended: restart it"):
         pair.submit(Request([1], 2))
     pair.restart("prefill")
     number = pair.submit(begun)
-    pair.wait(30)
+    pair.wait(LONG)
     assert pair.answers[number].tokens == alone(model, begun)
 
 
@@ -120,8 +124,63 @@ def test_both_killed_at_once_leave_no_request_without_an_end(pair):
         pair.submit(Request([i] * 20, 80))
     for process in pair.processes.values():
         os.kill(process.pid, signal.SIGKILL)
-    answers = pair.wait(30)
+    for role, process in pair.processes.items():
+        process.wait()
+        assert not pair.alive(role)  # though nobody has looked yet
+    with pytest.raises(RuntimeError, match="the prefill process has ended: restart it"):
+        pair.submit(Request([1], 2))
+    answers = pair.wait(LONG)
     assert all(answer.done and "process ended (signal 9)" in answer.error for answer in answers)
+
+
+class Said:
+    """A channel that says what a test wants, poll by poll, and then ends."""
+
+    def __init__(self, *frames):
+        self.frames, self.open = list(frames), True
+
+    def fileno(self):
+        return -1
+
+    def receive(self):
+        if not self.frames:
+            self.open = False
+            return []
+        return [Frame(info, b"") for info in self.frames.pop(0)]
+
+
+class Ended:
+    returncode = -9
+
+    def wait(self, timeout=None):
+        return -9
+
+
+TOKEN, TOOK, OPEN, CLOSED = {"id": 0, "token": 1}, {"id": 0, "took": True}, {"link": "open"}, {"link": "closed"}
+
+
+@pytest.mark.parametrize(
+    ("by_prefill", "by_decode", "where"),
+    [
+        ([[TOKEN]], [[OPEN], [], [CLOSED], []], "link"),  # the end of the process is seen first, then that of the link
+        ([[TOKEN], [], []], [[OPEN], [CLOSED], [], [], []], "link"),  # and the other way round
+        ([[], [], [TOKEN]], [[OPEN, CLOSED], [], [], [], []], "link"),  # even before the token
+        ([[TOKEN]], [[], [], [], []], "link"),  # it died before there was a link
+        ([[], []], [[OPEN], [CLOSED], [], [], []], "prefill"),
+        ([[TOKEN]], [[OPEN], [TOOK], [CLOSED], []], "decode"),  # the sequence has arrived: it goes on
+    ],
+)
+def test_in_whatever_order_the_ends_are_noticed_no_request_waits_for_ever(by_prefill, by_decode, where):
+    both = Disaggregated.__new__(Disaggregated)
+    both.channels = {"prefill": Said(*by_prefill), "decode": Said(*by_decode)}
+    both.processes, both._links = dict.fromkeys(ROLES, Ended()), 0
+    both.answers = {0: Answer(Request([1], 5), 0.0)}
+    for _ in range(4):
+        both.poll()
+    answer = both.answers[0]
+    assert not both.channels["prefill"].open and both.channels["decode"].open
+    assert (answer.where, answer.done) == (where, where != "decode")
+    assert not answer.done or answer.error == "the prefill process ended (signal 9) while it held request 0"
 
 
 def test_strangers_at_the_door_get_nothing_and_harm_nothing(model, pair):
@@ -133,14 +192,14 @@ def test_strangers_at_the_door_get_nothing_and_harm_nothing(model, pair):
         b"WpB",
     ]
     strangers = []
-    for data in rubbish:
-        strangers.append(socket.create_connection(("127.0.0.1", pair.kv_port), 5))
+    for data in [b""] * 20 + rubbish:  # more than it keeps, who say nothing
+        strangers.append(socket.create_connection(("127.0.0.1", pair.kv_port), LONG))
         strangers[-1].sendall(data)
     request = Request([4, 5, 6], 20)
     pair.submit(request)
-    assert pair.wait(60)[0].tokens == alone(model, request)
-    for stranger in strangers[:-1]:  # the last one has said too little to be judged
-        stranger.settimeout(10)
+    assert pair.wait(LONG)[0].tokens == alone(model, request)
+    for stranger in strangers[:5] + strangers[20:-1]:  # the last one has said too little to be judged
+        stranger.settimeout(LONG)
         assert stranger.recv(10) == b""
     for stranger in strangers:
         stranger.close()
@@ -149,15 +208,33 @@ def test_strangers_at_the_door_get_nothing_and_harm_nothing(model, pair):
 def test_a_frame_that_is_no_sequence_ends_its_request_alone(model, pair):
     link = Channel.connect(pair.kv_port)
     link.send({"key": pair._key})
-    wait([link], 30)
+    until_readable([link], LONG)
     assert link.receive() == [({"welcome": True}, b"")]
     request = Request([1, 2], 8)
     number = pair.submit(request)
     told = {"tokens": [1, 2], "n_new": 8, "seed": 0, "first": 1, "params": {}}
-    for i, (info, body) in enumerate([(told, b""), (told, b"x" * 64), ({}, b"")], start=number + 1):
+    cache = DynamicCache(model)
+    prefill(model, torch.tensor([[1, 2]]), cache)
+    good = pack_state(cache.export(0))
+    odd = [
+        {"first": "x"},
+        {"first": 40},
+        {"first": -1},
+        {"n_new": 1},
+        {"n_new": float("inf")},
+        {"n_new": 1000},
+        {"seed": 2**70},
+        {"tokens": [1.5, 2]},
+        {"tokens": [1, 2, 3]},
+        {"params": {"temperature": -1}},
+        {"params": {"warmth": 1}},
+    ]
+    bad = [(told, b""), (told, b"x" * 64), ({}, b""), *(({**told, **change}, good) for change in odd)]
+    link.send(told, good)  # without a number: nobody hears of it
+    for i, (info, body) in enumerate(bad, start=number + 1):
         pair.answers[i] = Answer(request, 0.0)  # as if it had been submitted
         link.send({"id": i, **info}, body)
-    answers = pair.wait(60)
+    answers = pair.wait(LONG)
     assert (answers[0].error, answers[0].tokens) == ("", alone(model, request))
     for answer in answers[1:]:
         assert answer.error.startswith("what came from the prefill process is no sequence: ")
@@ -171,7 +248,10 @@ def test_a_request_that_can_never_fit_is_refused_with_both_sizes(pair):
     with pytest.raises(ValueError, match="the processes have no tokenizer"):
         pair.submit(Request([1], 2, stop=("x",)))
     number = pair.submit(Request([99], 2))  # no such token
-    assert "token 99 is outside the vocabulary of 40" in pair.wait(30)[number].error
+    assert "token 99 is outside the vocabulary of 40" in pair.wait(LONG)[number].error
+    for odd in (Request([1.5], 2), Request([1], 2, seed=2**70)):
+        number = pair.submit(odd)
+        assert "no request: " in pair.wait(LONG)[number].error
 
 
 @pytest.mark.parametrize("wrong", [{"max_batch": 0}, {"threads": 0}, {"max_batch": 4, "prefill_tokens": 3}])
@@ -190,4 +270,4 @@ def test_nothing_is_left_running(model):
             both.wait(0.0)
     assert all(process.returncode is not None for process in processes)
     assert not both.alive("prefill") and not both.alive("decode")
-    wait([], 0.0)
+    until_readable([], 0.0)

@@ -63,6 +63,11 @@ def test_what_is_drawn_is_what_is_asked_for(stage, start, top, diamonds, circles
     assert said == ([f"{hidden} above the top of the axis"] if hidden else [])
 
 
+def test_the_menu_offers_only_weights_that_were_recorded() -> None:
+    said = repr(bytes_against_loss([ROWS]))
+    assert "New weights: one of all, mean of the heads, random, factors of the weights, factors for the data;" in said
+
+
 def test_a_point_lies_where_its_loss_and_its_share_are() -> None:
     scene = draw(bytes_against_loss([ROWS]), stage=2, start=0, top=2.0)
     places = sorted((item["x"], item["y"]) for item in marks(scene, "symbol", "layer_4"))

@@ -45,6 +45,16 @@ def test_each_step_draws_the_runs_that_the_store_held(recording, store, step):
         assert line in said
 
 
+def test_a_phone_has_room_for_the_words(recording):
+    """42 characters of the 250 px that a chart has there: what is longer is cut off."""
+    frames = [(step, frame) for name in STORES for step, frame in enumerate(recording.data[name], 1)]
+    said = [line for step, frame in frames for line in frame_in_words(frame, step, 14)]
+    settings = [(model, prompt, share) for model in range(3) for prompt in (256, 32_768) for share in (0, 99)]
+    for model, prompt, share in settings:
+        said += words(draw(prefix_saving(), model=model, card=0, prompt=prompt, share=share, link=3))
+    assert max(map(len, said)) <= 42 and len(said) > 100
+
+
 def test_the_recorded_chat_is_what_the_stores_promise(recording):
     """Found and read add up, answers are found, room is kept to, and no store finds what it could not have."""
     texts = recording.data["texts"]

@@ -572,14 +572,35 @@ def test_half_precision_is_as_near_as_the_dense_cache(dtype):
         torch.testing.assert_close(paged[name], dense[name], rtol=0, atol=3 * torch.finfo(dtype).eps)
 
 
-def test_what_lies_in_unused_blocks_is_never_read():
-    cache = PagedCache(MODEL, 8, block_size=4, pages_per_split=1)
+@pytest.mark.parametrize("pages", [1, 2])
+@pytest.mark.parametrize("left", [1e6, float("inf"), float("nan")])
+def test_what_lies_in_unused_blocks_is_never_read(left, pages):
+    """Whatever earlier requests left: a mask alone would let what is not finite through, 0 * inf is NaN."""
+    cache = PagedCache(MODEL, 8, block_size=4, pages_per_split=pages)
     for store in (*cache.k, *cache.v):
-        store.fill_(1e6)
-    logits = step(MODEL, cache, {"a": [1, 2], "b": [5, 0]}, {"a": [0, 1], "b": [0, -1]})
-    close(logits["a"][1], plain(MODEL, [1, 2]))
+        store.fill_(left)
+    long = [1, 2, 3, 4, 5, 6]
+    logits = step(MODEL, cache, {"a": long, "b": [5, 0]}, {"a": range(6), "b": [0, -1]})
+    close(logits["a"][5], plain(MODEL, long))
     close(logits["b"][0], plain(MODEL, [5]))
     assert torch.isfinite(logits["b"]).all()
+    both = extend(MODEL, cache, {"a": [7], "b": [8]})  # in one segment, where the shorter table is filled up
+    close(both["a"][0], plain(MODEL, [*long, 7]))
+    close(both["b"][0], plain(MODEL, [5, 8]))
+    cache.load("c", cache.export("a"))
+    close(extend(MODEL, cache, {"c": [9]})["c"][0], plain(MODEL, [*long, 7, 9]))
+
+
+def test_a_request_that_overflows_spoils_no_other():
+    cache = PagedCache(MODEL, 4, block_size=4)
+    extend(MODEL, cache, {"bad": [1, 2, 3, 4, 5], "good": [6]})
+    for store in (*cache.k, *cache.v):
+        store[cache.table("bad")] = float("inf")
+    both = extend(MODEL, cache, {"bad": [1], "good": [7]})
+    assert not torch.isfinite(both["bad"]).all()
+    close(both["good"][0], plain(MODEL, [6, 7]))
+    cache.free("bad")
+    close(extend(MODEL, cache, {"next": [3, 4]})["next"][1], plain(MODEL, [3, 4]))
 
 
 def test_a_sequence_of_holes_alone_takes_no_block():

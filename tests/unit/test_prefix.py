@@ -304,7 +304,29 @@ def test_texts_that_differ_at_once_give_a_tree_of_leaves():
     assert tree.counts["evicted"] == 500 and {len(node) for node in tree.nodes()} == {10}
 
 
-@pytest.mark.parametrize("call", [lambda: BlockStore(0), lambda: BlockStore(3, 0), lambda: RadixStore(0)])
-def test_a_store_holds_at_least_one(call):
-    with pytest.raises(ValueError, match="is 0, it must be at least 1"):
-        call()
+@pytest.mark.parametrize("n", [0, -1, 2.5, "2", True])
+@pytest.mark.parametrize("call", [BlockStore, RadixStore, PrefixIndex, lambda n: BlockStore(3, n)])
+def test_a_store_holds_at_least_one(call, n):
+    with pytest.raises(ValueError, match=f"is {n!r}, it must be a whole number of at least 1"):
+        call(n)
+
+
+@pytest.mark.parametrize("store", [BlockStore(100, 2), RadixStore(100)])
+@pytest.mark.parametrize(
+    "tokens", [[1.5, 2.5], torch.tensor([1.0, 2.0]), [float("nan")] * 2, torch.tensor([[1, 2]]), [2**70, 1], "12"]
+)
+def test_tokens_are_whole_numbers(store, tokens):
+    """A cast would make 1 of 1.5, and find what another text has left."""
+    store.insert([1, 2], state_of([1, 2]))
+    for call in (store.match, store.acquire, lambda bad: store.insert(bad, state_of([1, 2]))):
+        with pytest.raises(ValueError, match=r"whole numbers \[n\]|must be \[G"):
+            call(tokens)
+    assert store.match([1, 2]) == store.match(torch.tensor([1, 2], dtype=torch.int32)) == 2
+
+
+@pytest.mark.parametrize("store", [BlockStore(100, 2), RadixStore(100)])
+@pytest.mark.parametrize("state", [{}, state_of([1, 2]), state_of([1, 2, 3, 4, 5]), {"k.0": torch.zeros(4, 1)}])
+def test_a_state_of_another_length_is_refused(store, state):
+    with pytest.raises(ValueError, match=r"^the state"):
+        store.insert([1, 2, 3, 4], state)
+    assert store.match([1, 2, 3, 4]) == 0

@@ -37,6 +37,17 @@ def test_cache_aware_by_hand():
     assert [seen.match("abc") for seen in router.sent] == [3, 3]
 
 
+def test_the_exercise_of_the_chapter_by_hand():
+    """Six requests, none of which ends: with the limit on imbalance, and without."""
+    for gap, where, n_read in ((2, [0, 0, 0, 1, 1, 1], [5, 7]), (10**9, [0, 0, 0, 0, 1, 0], [7, 3])):
+        router, loads, kept = CacheAware(2, threshold=0.5, gap=gap), [0, 0], [set(), set()]
+        for chain, expected in zip(("abc", "abd", "abe", "abf", "xyz", "abg"), where, strict=True):
+            assert router.route(chain, loads) == expected
+            loads[expected] += 1
+            kept[expected] |= set(chain)
+        assert [len(blocks) for blocks in kept] == n_read
+
+
 def test_loads_far_apart_by_difference_but_not_by_ratio_are_no_reason_to_leave_the_cache():
     router = CacheAware(2, threshold=0.5, gap=2, ratio=2.0)
     assert router.route("ab", [0, 0]) == 0

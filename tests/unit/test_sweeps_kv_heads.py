@@ -64,6 +64,7 @@ def test_a_sweep_that_makes_no_sense_is_refused(changes, message) -> None:
 def test_conversions_and_recipes_are_read_as_they_are_written() -> None:
     assert read_conversion("latent 128 data") == Conversion("latent", 128, "data")
     assert read_recipe("none") == {}
+    assert settings_of({}, 40_960, 8) == (None, "--precision bf16")  # no steps, but losses are measured
     recipe = read_recipe("optimizer=adamw lr=0.002 parts=attention teacher=no")
     settings, options = settings_of(recipe, 40_960, 8)
     assert (settings.steps, settings.optimizer, settings.lr, settings.cooldown) == (20, "adamw", 0.002, 1.0)

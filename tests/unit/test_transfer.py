@@ -26,7 +26,7 @@ from gptlite.serving.transfer import (
     pack_state,
     state_bytes,
     unpack_state,
-    wait,
+    until_readable,
 )
 
 
@@ -82,14 +82,14 @@ def test_a_short_frame_is_waited_for_and_its_end_is_noticed(pair):
     one, two = pair
     frame = encode({"id": 1}, b"keys")
     one.socket.sendall(frame[:-1])
-    wait([two], 5)
+    until_readable([two], 5)
     assert two.receive() == [] and two.open
     one.socket.sendall(frame[-1:])
-    wait([two], 5)
+    until_readable([two], 5)
     assert two.receive() == [({"id": 1}, b"keys")]
     one.socket.sendall(frame[:-1])
     one.close()
-    wait([two], 5)
+    until_readable([two], 5)
     assert two.receive() == [] and not two.open
     assert two.send({}) is False
 
@@ -97,7 +97,7 @@ def test_a_short_frame_is_waited_for_and_its_end_is_noticed(pair):
 def test_rubbish_closes_the_channel(pair):
     one, two = pair
     one.socket.sendall(b"x" * 100)
-    wait([two], 5)
+    until_readable([two], 5)
     with pytest.raises(ValueError, match="a frame begins with"):
         two.receive()
     assert not two.open
@@ -111,7 +111,7 @@ def test_a_large_frame_goes_through_a_socket_and_its_bytes_are_counted():
     thread.start()
     frames = []
     while not frames:
-        wait([receiver], 5)
+        until_readable([receiver], 5)
         frames = receiver.receive()
     thread.join(5)
     assert frames == [({"id": 7}, body)]

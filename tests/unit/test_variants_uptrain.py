@@ -99,6 +99,13 @@ def test_distilling_into_the_teacher_itself_changes_nothing(base: Path) -> None:
     assert all(abs(row[1]) < 1e-5 for row in curve[1:])
 
 
+def test_a_run_that_diverges_stops_with_the_step_and_the_rate(base: Path) -> None:
+    model, _ = load_checkpoint(base)
+    settings = TrainSettings(**{**SETTINGS.__dict__, "lr": 1e30})
+    with pytest.raises(ValueError, match=r"the loss of step \d is (nan|inf): choose a learning rate below 1e\+30"):
+        uptrain(model, tokens_of(CORPUS.train), settings, None, "all")
+
+
 def test_unknown_parts_are_refused(base: Path) -> None:
     with pytest.raises(ValueError, match="parts is 'head', it must be one of attention, all"):
         uptrain(load_checkpoint(base)[0], tokens_of(TEXT), SETTINGS, None, "head")
@@ -151,6 +158,15 @@ def test_a_conversion_alone_has_no_curve_and_recovers_nothing(base: Path, tmp_pa
 def test_another_text_is_refused(base: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="was trained on another text than other"):
         make_variant(base, Conversion("grouped", 2, "mean"), Corpus("other", "abc", "def"), tmp_path / "x.safetensors")
+
+
+def test_a_file_that_would_not_find_its_base_again_is_refused_before_any_work(base: Path, tmp_path: Path) -> None:
+    """A delta and its base lie side by side; anything else would only fail after the uptraining, or eat the base."""
+    for out in (tmp_path / "x.safetensors", base):
+        with pytest.raises(ValueError, match="it must lie beside it, under another name"):
+            make_variant(base, Conversion("grouped", 2, "mean"), CORPUS, out)
+    assert load_checkpoint(base)[0].config.n_kv_heads == 4
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

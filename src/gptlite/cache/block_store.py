@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from gptlite.cache.prefix import Hit, PrefixIndex, PrefixStore, State, block_key
+from gptlite.cache.prefix import Hit, PrefixIndex, PrefixStore, State, block_key, check_state
+from gptlite.config import check_counts
 
 if TYPE_CHECKING:
     from gptlite.cache.offload import Tier
@@ -43,7 +44,7 @@ class BlockStore(PrefixStore):
         block_size: tokens of a block.
         below: where evicted blocks go, and are fetched from again: a tier of `gptlite.cache.offload`.
         hash_block: as in `PrefixIndex`.
-    Raises: ValueError when a count is below 1.
+    Raises: ValueError when a count is not a whole number of at least 1.
     """
 
     def __init__(
@@ -54,8 +55,7 @@ class BlockStore(PrefixStore):
         hash_block: Callable[[bytes, bytes], bytes] = block_key,
     ) -> None:
         super().__init__()
-        if capacity < 1:
-            raise ValueError(f"capacity is {capacity}, it must be at least 1 block")
+        check_counts(capacity=capacity, block_size=block_size)
         self.capacity, self.below = capacity, below
         self.index: PrefixIndex[Block] = PrefixIndex(block_size, hash_block)
         self._idle: OrderedDict[bytes, Block] = OrderedDict()  # held by nobody, the least recently used first
@@ -100,6 +100,7 @@ class BlockStore(PrefixStore):
         hit.held = []
 
     def insert(self, tokens: Sequence[int] | Tensor, state: State, salt: str = "") -> int:
+        check_state(state, len(tokens))
         before, hit = self.counts["stored"], Hit()
         for i, (key, parent, block_tokens) in enumerate(self.index.chain(tokens, salt)):
             found = self.index.find(key, parent, block_tokens)

@@ -107,7 +107,7 @@ class PagedCache(BlockTables):
         # nothing fails from here on
         self._settle(self._real)
         self._real, self._stored, self._writers = real, False, []
-        fresh, copies, start = iter(self.pool.take(missing)), dict[int, int](), 0
+        fresh, copies, start = iter(self._take(missing)), dict[int, int](), 0
         slots = {}
         for key, step in zip(sequences, steps, strict=True):
             row, held = self._rows.setdefault(key, Row()), self.positions.setdefault(key, [])
@@ -127,6 +127,15 @@ class PagedCache(BlockTables):
             for members, pos, packed in plan
         ]
 
+    def _take(self, n: int) -> list[int]:
+        """n blocks of zeros. What an earlier request left, infinite perhaps, would come through any mask: 0 * inf."""
+        blocks = self.pool.take(n)
+        if blocks:
+            rows = torch.tensor(blocks, device=self.device)
+            for store in (*self.k, *self.v):
+                store.index_fill_(0, rows, 0)
+        return blocks
+
     def _copy(self, copies: Mapping[int, int]) -> None:
         """Copies whole blocks: for each new one the old one that it was made from."""
         if copies:
@@ -144,7 +153,8 @@ class PagedCache(BlockTables):
     ) -> PagedSegment:
         tables, counts = [self._rows[key].table for key in keys], [len(self.positions[key]) for key in keys]
         n_pages, spare = max(1, *map(len, tables)), self.n_blocks
-        table = torch.tensor([blocks + [spare] * (n_pages - len(blocks)) for blocks in tables])  # [B, pages]
+        # short tables are filled up with a block of their own: nothing of another row's is read, masked or not
+        table = torch.tensor([blocks + (blocks[:1] or [spare]) * (n_pages - len(blocks)) for blocks in tables])
         # a shared block may hold tokens past a sequence's own end
         inside = torch.arange(n_pages * self.block_size) < torch.tensor(counts)[:, None]  # [B, T]
         k_pos = self.k_pos[table].flatten(1).masked_fill(~inside, -1)  # [B, T]
@@ -210,7 +220,7 @@ class PagedCache(BlockTables):
     def _room_to_move(self, sequences: Sequence[Hashable], kept: Sequence[int | Sequence[int]]) -> None:
         """Raises: ValueError when moving along a path may have to copy blocks, shared since, that have no room."""
         needed = 0
-        for key, n in zip(sequences, kept, strict=True):
+        for key, n in zip(sequences, kept, strict=False):  # `_cut` refuses what does not match
             if key in self._real and not isinstance(n, int):
                 row = self._rows[key]
                 needed += sum(self.pool.references[block] > 1 for block in row.table[row.before // self.block_size :])
@@ -223,7 +233,7 @@ class PagedCache(BlockTables):
         for page in range(target[0] // size, -(-(target[-1] + 1) // size)) if target else ():
             block = row.table[page]
             if self.pool.references[block] > 1:
-                (row.table[page],) = self.pool.take(1)
+                (row.table[page],) = self._take(1)
                 self._copy({row.table[page]: block})
                 self.pool.release([block])
             self.pool.forget(row.table[page])
@@ -250,7 +260,7 @@ class PagedCache(BlockTables):
             raise ValueError(
                 f"sequence {sequence!r} needs {needed} blocks, {self.pool.free} of {self.n_blocks} are free"
             )
-        table = self.pool.take(needed)
+        table = self._take(needed)
         self.positions[sequence], self._rows[sequence] = positions, Row(table, before=n)
         slots = [block * self.block_size + i for block in table for i in range(self.block_size)][:n]
         self.k_pos.view(-1)[slots] = state["k_pos"].cpu()

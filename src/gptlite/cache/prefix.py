@@ -16,6 +16,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from torch import Tensor
 
+from gptlite.config import check_counts
+
 KEY_BYTES = 16  # of a block's key
 State = dict[str, Tensor]  # "k.LAYER" [G, n, Dk] and "v.LAYER" [G, n, Dv], as `Cache.export` gives them, without k_pos
 Payload = TypeVar("Payload")
@@ -24,10 +26,18 @@ Payload = TypeVar("Payload")
 # -- the names of blocks ------------------------------------------------------------------------------------------
 
 
+def token_array(tokens: Sequence[int] | Tensor) -> np.ndarray:
+    """Tokens [n] as int64 on the host. Raises: ValueError when they are not whole numbers [n]."""
+    values = np.asarray(tokens.tolist() if isinstance(tokens, Tensor) else tokens)
+    if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
+        # a cast would cut 1.5 to 1, and find the keys of another text
+        raise ValueError(f"tokens are {values.dtype} {values.shape}, they must be whole numbers [n]")
+    return values.astype(np.int64)
+
+
 def token_bytes(tokens: Sequence[int] | Tensor) -> bytes:
     """Tokens [n] as 8 bytes each, the same on every machine: what is hashed, and what is compared on a hit."""
-    values = tokens.cpu().numpy() if isinstance(tokens, Tensor) else np.asarray(tokens)
-    return values.astype("<i8").tobytes()
+    return token_array(tokens).astype("<i8").tobytes()
 
 
 def block_key(parent: bytes, block: bytes) -> bytes:
@@ -71,15 +81,10 @@ def block_keys(tokens: Sequence[int] | Tensor, block_size: int, salt: str = "", 
         salt: what else must agree for two texts to share: an adapter, a tenant.
         parent: the name of the block before these tokens; empty where the text begins.
     Returns: n // block_size names.
-    Raises: ValueError when the block size is below 1.
+    Raises: ValueError when the block size is not a whole number of at least 1.
     """
-    _check_size(block_size)
+    check_counts(block_size=block_size)
     return [key for key, _, _ in block_chain(tokens, block_size, salt, parent)]
-
-
-def _check_size(block_size: int) -> None:
-    if block_size < 1:
-        raise ValueError(f"block_size is {block_size}, it must be at least 1")
 
 
 class PrefixIndex(Generic[Payload]):
@@ -88,11 +93,11 @@ class PrefixIndex(Generic[Payload]):
     Args:
         block_size: tokens of a block.
         hash_block: gives a block its name; a weak one serves the test of collisions.
-    Raises: ValueError when the block size is below 1.
+    Raises: ValueError when the block size is not a whole number of at least 1.
     """
 
     def __init__(self, block_size: int, hash_block: Callable[[bytes, bytes], bytes] = block_key) -> None:
-        _check_size(block_size)
+        check_counts(block_size=block_size)
         self.block_size, self.hash_block = block_size, hash_block
         self._entries: dict[bytes, tuple[bytes, bytes, Payload]] = {}  # key -> parent, tokens as bytes, payload
 
@@ -188,4 +193,14 @@ class PrefixStore(ABC):
         Args:
             state: its keys and values, for all n tokens.
         Returns: tokens that were not held before.
+        Raises: ValueError when the state is not one of n tokens.
         """
+
+
+def check_state(state: State, n_tokens: int) -> None:
+    """Raises: ValueError when a state has no keys, or not those of n tokens; they would be found for another text."""
+    if not state:
+        raise ValueError(f"the state of {n_tokens} tokens is empty, it must have their keys and values")
+    for name, part in state.items():
+        if part.dim() != 3 or part.shape[1] != n_tokens:
+            raise ValueError(f"the state's {name} has shape {tuple(part.shape)}, it must be [G, {n_tokens}, D]")

@@ -6,10 +6,10 @@ import heapq
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from gptlite.cache.prefix import Hit, PrefixStore, State
+from gptlite.cache.prefix import Hit, PrefixStore, State, check_state, token_array
+from gptlite.config import check_counts
 
 
 class Node:
@@ -40,13 +40,12 @@ class RadixStore(PrefixStore):
 
     Args:
         capacity: tokens.
-    Raises: ValueError when the capacity is below 1.
+    Raises: ValueError when the capacity is not a whole number of at least 1.
     """
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
-        if capacity < 1:
-            raise ValueError(f"capacity is {capacity}, it must be at least 1 token")
+        check_counts(capacity=capacity)
         self.capacity = capacity
         self.roots: dict[str, Node] = {}  # a tree for each salt
         self.evictable = self.protected = 0  # tokens of the nodes that nobody holds, and of those that somebody does
@@ -66,10 +65,10 @@ class RadixStore(PrefixStore):
             waiting.extend(node.children.values())
 
     def match(self, tokens: Sequence[int] | Tensor, salt: str = "") -> int:
-        return sum(n for _, n in self._path(_array(tokens), salt))
+        return sum(n for _, n in self._path(token_array(tokens), salt))
 
     def acquire(self, tokens: Sequence[int] | Tensor, salt: str = "") -> Hit:
-        path = self._path(_array(tokens), salt)
+        path = self._path(token_array(tokens), salt)
         hit = Hit()
         if path:
             last, n = path[-1]
@@ -86,7 +85,8 @@ class RadixStore(PrefixStore):
         hit.held = []
 
     def insert(self, tokens: Sequence[int] | Tensor, state: State, salt: str = "") -> int:
-        new = _array(tokens)
+        new = token_array(tokens)
+        check_state(state, len(new))
         path = self._path(new, salt)
         n_held = sum(n for _, n in path)
         node = self.roots.setdefault(salt, Node(new[:0], {}, None))
@@ -183,7 +183,3 @@ class RadixStore(PrefixStore):
             n_tokens -= len(leaf)
             if parent.parent is not None and not parent.children and not parent.locks:
                 heapq.heappush(leaves, (parent.used, parent.serial, parent))
-
-
-def _array(tokens: Sequence[int] | Tensor) -> np.ndarray:
-    return torch.as_tensor(tokens, dtype=torch.int64).cpu().numpy()

@@ -84,7 +84,7 @@ def split_pages(
 
     Args:
         tables: the blocks of each row.
-        spare: the block that stands where another row of the split has a page more.
+        spare: the block of a row that has none; a row with fewer pages than another is filled up with its own.
         pages_per_split: pages of a row in a split, at most.
     """
     longest = max(1, *map(len, tables))
@@ -95,7 +95,7 @@ def split_pages(
         blocks = []
         for b in rows:
             found = tables[b][page : page + n_pages]
-            blocks += [*found, *[spare] * (n_pages - len(found))]
+            blocks += [*found, *(found[:1] or [spare]) * (n_pages - len(found))]
         begin = blocks[0]
         neighbours = blocks == list(range(begin, begin + len(blocks)))  # read where they lie, others are gathered
         splits.append(

@@ -1,5 +1,6 @@
 """The explorers of the chapter on batching: who sits on which seat, and throughput against latency."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,21 +25,15 @@ def seat_timeline(recording: Recording) -> Explorer:
     policies = list(dict.fromkeys(trace["policy"] for trace in traces))
     loads = list(dict.fromkeys(trace["load"] for trace in traces))
     spans: list[dict[str, Any]] = []
-    steps: list[dict[str, Any]] = []
+    ends: list[dict[str, Any]] = []  # of each trace, what its steps have ended with
     facts = []
     for trace in traces:
         chosen = {"policy": policies.index(trace["policy"]), "load": loads.index(trace["load"])}
         spans += [
-            chosen
-            | {"seat": f"seat {seat + 1}", "request": request + 1, "begin": begin, "end": end, "kind": KINDS[kind]}
+            chosen | {"seat": seat, "request": request + 1, "begin": begin, "end": end, "kind": kind}
             for seat, request, begin, end, kind in trace["spans"]
         ]
-        steps += [
-            chosen | {"at": at + 1, "given": given, "waiting": waiting, "finished": finished}
-            for at, (given, waiting, finished) in enumerate(
-                zip(trace["given"], trace["waiting"], trace["finished"], strict=True)
-            )
-        ]
+        ends.append(chosen | {name: trace[name] for name in ("given", "waiting", "finished")})
         share = trace["given"][-1] / (trace["seats"] * len(trace["given"]))
         facts.append(
             f"{trace['policy']}, {trace['load']}: {trace['given'][-1]} tokens by step {len(trace['given'])}, "
@@ -56,7 +51,6 @@ def seat_timeline(recording: Recording) -> Explorer:
     left = alt.param(name="left", expr="max(0, step - view)")
     right = alt.param(name="right", expr="max(view, step)")
     here = "datum.policy == policy && datum.load == load"
-    # an idle engine has no steps between two arrivals: the last one before the slider's counts
     x = alt.X(
         "from:Q",
         title="Step",
@@ -64,30 +58,35 @@ def seat_timeline(recording: Recording) -> Explorer:
         axis=alt.Axis(tickMinStep=1, format="d", grid=False),
     )
     seats = [f"seat {i + 1}" for i in range(n_seats)]
-    y = alt.Y("seat:N", title=None, scale=alt.Scale(domain=seats, range=[48, 48 + 44 * n_seats], paddingInner=0.2))
+    y = alt.Y("row:N", title=None, scale=alt.Scale(domain=seats, range=[48, 48 + 44 * n_seats], paddingInner=0.2))
     shown = (
-        alt.Chart(alt.Data(values=spans))
+        alt.Chart(alt.NamedData("spans"))
         .transform_filter(f"{here} && datum.begin < step && datum.end > left")
-        .transform_calculate(**{"from": "max(datum.begin, left)", "to": "min(datum.end, step)"})
+        .transform_calculate(
+            **{"from": "max(datum.begin, left)", "to": "min(datum.end, step)"},
+            row="'seat ' + (datum.seat + 1)",
+            words=f"{json.dumps(KINDS)}[datum.kind]",
+        )
     )
     colour = alt.Color(
-        "kind:N",
+        "words:N",
         scale=alt.Scale(domain=list(KINDS.values()), range=[ORANGE, BLUE, "#999999"]),
         legend=alt.Legend(orient="top", title=None, symbolType="square"),
     )
-    opacity = alt.condition(f"datum.kind == '{KINDS['idle']}'", alt.value(0.45), alt.value(1))
+    opacity = alt.condition("datum.kind == 'idle'", alt.value(0.45), alt.value(1))
     bars = shown.mark_bar(stroke="white", strokeWidth=0.6).encode(x=x, x2="to:Q", y=y, color=colour, opacity=opacity)
     numbers = (
-        shown.transform_filter(f"datum.to - datum.from >= (right - left) / 30 && datum.kind == '{KINDS['decode']}'")
+        shown.transform_filter("datum.to - datum.from >= (right - left) / 30 && datum.kind == 'decode'")
         .transform_calculate(middle="(datum.from + datum.to) / 2", word="'' + datum.request")
         .mark_text(fill="white", fontSize=12)
         .encode(x=alt.X("middle:Q", title="Step"), y=y, text="word:N")
     )
+    # an idle engine has no steps between two arrivals: the counts stay what they were
     now = (
-        alt.Chart(alt.Data(values=steps))
-        .transform_filter(f"{here} && datum.at <= step")
-        .transform_window(rank="row_number()", sort=[alt.SortField("at", order="descending")])
-        .transform_filter("datum.rank == 1")
+        alt.Chart(alt.NamedData("ends"))
+        .transform_filter(here)
+        .transform_calculate(at="min(step, length(datum.given))")
+        .transform_calculate(**{name: f"datum.{name}[datum.at - 1]" for name in ("given", "waiting", "finished")})
     )
     lines = (
         f"datum.given + ' tokens given out, on ' + format(datum.given / datum.at / {n_seats}, '.0%') + ' of the seats'",
@@ -101,7 +100,8 @@ def seat_timeline(recording: Recording) -> Explorer:
     ]
     return Explorer(
         name="seat-timeline",
-        chart=alt.layer(bars, numbers, *texts)
+        # each table stands in the page once, whatever number of layers reads it
+        chart=alt.layer(bars, numbers, *texts, datasets={"spans": spans, "ends": ends})
         .add_params(*controls, left, right)
         .properties(width="container", height=48 + 44 * n_seats),
         alt_text=f"A row for each of {n_seats} seats, over the steps of the engine. Bars show which request holds the"

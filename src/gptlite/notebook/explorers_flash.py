@@ -8,7 +8,7 @@ from gptlite.hardware import gpu, gpus
 from gptlite.notebook.chart import BLUE, GREEN, VERMILION, Explorer, menu, slider
 from gptlite.variants.traffic import flash_tiles, flash_traffic, standard_traffic
 
-# KiB of shared memory that a kernel may use in one streaming multiprocessor
+# KiB of shared memory of one streaming multiprocessor
 SRAM_KIB = {"RTX 3090": 100, "A100": 164, "H100": 228}
 WIDTH = 2  # bytes of a number in fp16 and bf16
 HEADS = (32, 64, 128, 256)

@@ -296,23 +296,26 @@ def tpot_by_position(recordings: Sequence[Recording]) -> Explorer:
     y = alt.Y(
         "ms:Q",
         title="Time of the token, ms",
-        scale=alt.Scale(type="log", nice=False, padding=44),
+        scale=alt.Scale(type="log", nice=False, padding=62),
         axis=alt.Axis(format=",~g", tickCount=5),
     )
     kinds = list(NAMES.values())
-    legend = alt.Legend(orient="top", title=None, symbolType="stroke", symbolStrokeWidth=3)
+    legend = alt.Legend(
+        orient="top", title=None, symbolType="stroke", symbolStrokeWidth=3, columns=alt.ExprRef("width < 340 ? 2 : 3")
+    )
     colour = alt.Color("kind:N", scale=alt.Scale(domain=kinds, range=[VERMILION, ORANGE, BLUE]), legend=legend)
     dash = alt.StrokeDash("kind:N", scale=alt.Scale(domain=kinds, range=[[1, 0], [6, 4], [2, 3]]), legend=legend)
     here = shown.transform_filter("datum.position == position")
     pivot = here.transform_pivot("kind", value="ms", groupby=["position"])
     lines = [
-        "format(datum['no cache'], ',.3~r') + ' ms without, ' + format(datum['dynamic cache'], ',.3~r')"
-        " + ' dynamic, ' + format(datum['static cache'], ',.3~r') + ' static'",
+        "format(datum['no cache'], ',.3~r') + ' ms without a cache'",  # short lines, for a phone
+        "format(datum['dynamic cache'], ',.3~r') + ' ms dynamic, '"
+        " + format(datum['static cache'], ',.3~r') + ' static'",
         "format(datum['no cache'] / datum['static cache'], ',.3~r') + ' times as long without as static'",
     ]
     texts = [
         pivot.transform_calculate(words=words)
-        .mark_text(align="left", baseline="bottom", dx=4, y=alt.ExprRef(f"height - {22 - 18 * i}"))
+        .mark_text(align="left", baseline="bottom", dx=4, y=alt.ExprRef(f"height - {40 - 18 * i}"))
         .encode(x=alt.value(0), text="words:N")
         for i, words in enumerate(lines)
     ]

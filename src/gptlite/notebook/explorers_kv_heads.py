@@ -6,7 +6,7 @@ from typing import Any
 import altair as alt
 
 from gptlite.arithmetic import ModelShape, kv_bytes_per_token, shipped_models
-from gptlite.notebook.chart import BLUE, GREEN, ORANGE, SKY, VERMILION, Explorer, menu, slider
+from gptlite.notebook.chart import BLUE, GREEN, SKY, VERMILION, Explorer, menu, slider
 from gptlite.record import Recording
 
 FAMILIES = {"grouped": "fewer KV heads", "latent": "latent"}
@@ -75,7 +75,8 @@ def bytes_against_loss(recordings: Sequence[Recording], model: str = "Llama 3.1 
         recordings: of `gptlite record kv-uptraining`. model: the known model that is marked at first.
     """
     models = shipped_models()
-    starts = list(STARTS)
+    chosen = best_runs(recordings)
+    starts = [start for start in STARTS if any(row["start"] == start for row in chosen)]
     rows = [
         {
             "family": FAMILIES[row["kind"]],
@@ -86,7 +87,7 @@ def bytes_against_loss(recordings: Sequence[Recording], model: str = "Llama 3.1 
             "before": row["before"],
             "after": row["after"],
         }
-        for row in best_runs(recordings)
+        for row in chosen
     ]
     original = runs(recordings)[0]["original"]
     known = [
@@ -95,7 +96,7 @@ def bytes_against_loss(recordings: Sequence[Recording], model: str = "Llama 3.1 
     ]
     controls = [
         menu("stage", "Loss", ["before and after uptraining", "before", "after"], "before and after uptraining"),
-        menu("start", "New weights", ["all", *STARTS.values()], "all"),
+        menu("start", "New weights", ["all", *(STARTS[start] for start in starts)], "all"),
         slider("top", "Top of the loss axis, nats", 2.0, 1.5, 5.5, 0.1),
         menu("known", "Known model", list(models), model),
         slider("context", "Its context, tokens", 8192, 1024, 131_072, 1024),
@@ -229,7 +230,7 @@ def step_times(recordings: Sequence[Recording]) -> Explorer:
             x=alt.X("kib:Q", title="Cache, KiB per token", scale=alt.Scale(zero=True)),
             color=alt.Color(
                 "family:N",
-                scale=alt.Scale(domain=list(FAMILIES.values()), range=[BLUE, ORANGE]),
+                scale=alt.Scale(domain=list(FAMILIES.values()), range=[BLUE, VERMILION]),
                 legend=alt.Legend(orient="top", title=None),
             ),
         )

@@ -5,18 +5,19 @@ from typing import Any
 
 import altair as alt
 
-from gptlite.notebook.chart import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, Explorer, menu, slider
+from gptlite.notebook.chart import BLUE, GREEN, ORANGE, PURPLE, VERMILION, Explorer, menu, slider
 from gptlite.record import Recording
 from gptlite.serving.waste import length_for, waste_share
 
 COLUMNS = 7  # blocks in a row of the grid
-TOP, WRAP = 74, 50  # px above the grid for the words of a step, and their characters in a line
+TOP, WRAP = 74, 44  # px above the grid for the words of a step, and their characters in a line
+OPACITY = 0.4  # of a block's colour, and of its sample in the legend
 KINDS = {
     "copied": VERMILION,
     "written": ORANGE,
     "shared": PURPLE,
     "held by one": BLUE,
-    "idle": SKY,
+    "idle": GREEN,
     "unused": "transparent",
 }
 VISIBLE = str.maketrans({"\n": "⏎", " ": "␣"})
@@ -82,9 +83,11 @@ def block_grid(recording: Recording) -> Explorer:
     colour = alt.Color(
         "kind:N",
         scale=alt.Scale(domain=list(KINDS), range=list(KINDS.values())),
-        legend=alt.Legend(orient="top", title=None, symbolType="square", symbolStrokeColor="gray", columns=3),
+        legend=alt.Legend(
+            orient="top", title=None, symbolType="square", symbolStrokeColor="gray", symbolOpacity=OPACITY, columns=3
+        ),
     )
-    cells = shown.mark_rect(fillOpacity=0.4, stroke="currentColor", strokeWidth=0.7).encode(x=x, y=y, color=colour)
+    cells = shown.mark_rect(fillOpacity=OPACITY, stroke="currentColor", strokeWidth=0.7).encode(x=x, y=y, color=colour)
     number = shown.mark_text(dy=-28, fontSize=10, opacity=0.75).encode(x=x, y=y, text="block:Q")
     tokens = shown.mark_text(fontSize=15, font="monospace").encode(x=x, y=y, text="tokens:N")
     holders = shown.mark_text(dy=20, fontSize=10, lineBreak="\n", lineHeight=11).encode(x=x, y=y, text="holders:N")
@@ -106,7 +109,8 @@ def block_grid(recording: Recording) -> Explorer:
         .mark_text(align="left", baseline="top", font="monospace", fontSize=12)
         .encode(x=alt.value(0), y=alt.Y("place:Q", scale=None, axis=None), text="words:N")
     )
-    chart = alt.layer(cells, number, tokens, holders, text, tables).resolve_scale(y="independent")
+    grid = alt.layer(cells, number, tokens, holders)
+    chart = alt.layer(grid, text, tables).resolve_scale(y="independent")
     counts = [
         f"frame {i}: {sum(bool(b['held']) for b in f['blocks'])} blocks held by"
         f" {sum(len(b['held']) for b in f['blocks'])} table entries,"
@@ -163,10 +167,10 @@ def waste_by_block(mean: int = 256, longest: int = 2048) -> Explorer:
     colour = alt.Color(
         "kind:N",
         scale=alt.Scale(domain=kinds, range=[BLUE, VERMILION]),
-        legend=alt.Legend(orient="top", title=None, symbolType="stroke", symbolOpacity=1),
+        legend=alt.Legend(orient="top", title=None, symbolType="stroke", symbolOpacity=1, columns=1),
     )
     blocks = alt.Chart(alt.Data(values=rows)).transform_calculate(kind=f"'{kinds[0]}'")
-    others = blocks.mark_line(strokeWidth=1, opacity=0.35).encode(x=x, y=y, color=colour, detail="size:N")
+    others = blocks.mark_line(strokeWidth=1, opacity=0.6).encode(x=x, y=y, color=colour, detail="size:N")
     chosen = blocks.transform_filter("datum.size == block").mark_line(strokeWidth=3).encode(x=x, y=y, color=colour)
     reserved = (
         alt.Chart(alt.Data(values=[{"length": n} for n in lengths]))
@@ -190,10 +194,10 @@ def waste_by_block(mean: int = 256, longest: int = 2048) -> Explorer:
     texts = [
         here.transform_calculate(words=words)
         .mark_text(align="left", baseline="top")
-        .encode(x=alt.value(0), y=alt.value(18 * i), text="words:N")
+        .encode(x=alt.value(-40), y=alt.value(18 * i), text="words:N")
         for i, words in enumerate(
             (
-                "'blocks of ' + block + ': ' + format(datum.share, '.1f') + ' % without a token, '"
+                "'blocks of ' + block + ': ' + format(datum.share, '.1f') + ' %, '"
                 " + format(floor(slots * 1000 / (mean + datum.waste)), ',d') + ' sequences fit'",
                 "mean > longest ? 'the longest is shorter than the mean' : 'reservation: ' + format(datum.spare, '.1f')"
                 " + ' %, ' + format(floor(slots * 1000 / longest), ',d') + ' sequences fit'",

@@ -99,16 +99,16 @@ def chat_trace(recording: Recording) -> Explorer:
 
 
 def frame_in_words(frame: dict[str, Any], step: int, n_steps: int) -> list[str]:
-    """What happens in a frame of the recorded chat, in two lines."""
+    """What happens in a frame of the recorded chat, in two lines that a phone has room for."""
     who, line = frame["who"].capitalize(), frame["line"]
     if frame["event"] == "begin":
         read = frame["prompt"] - frame["cached"]
         return [
-            f"step {step} of {n_steps}: {who} says “{line}”",
-            f"a prompt of {frame['prompt']} tokens: {frame['cached']} found, {read} to read",
+            f"step {step} of {n_steps}, {who}: “{line}”",
+            f"prompt of {frame['prompt']} tokens: {frame['cached']} found, {read} read",
         ]
-    gone = f", {frame['evicted']} tokens are evicted" if frame["evicted"] else ""
-    return [f"step {step} of {n_steps}: {who} has the answer", f"what was read and written is handed over{gone}"]
+    gone = f"handed over, and {frame['evicted']} tokens are evicted" if frame["evicted"] else ""
+    return [f"step {step} of {n_steps}, {who} has the answer", gone or "what was read and written is handed over"]
 
 
 def saved_ttft(
@@ -198,8 +198,9 @@ def prefix_saving(presets: tuple[str, ...] = ("gpt2", "1b", "7b"), card: str = "
         f"'a miss: ' + {time.format('datum.whole')} + ' for ' + format(prompt, ',') + ' tokens'",
         f"'a hit: ' + {time.format('(datum.rest + datum.fetch)')}"
         " + ' for the last ' + format(prompt - datum.cached, ',')"
-        " + ', ' + format(datum.whole / (datum.rest + datum.fetch), '.3~r') + ' times shorter'",
-        "'the prefix takes ' + format(datum.cached * datum.key / 1e9, '.3~r') + ' GB'",
+        " + ','",
+        "format(datum.whole / (datum.rest + datum.fetch), '.3~r') + ' times shorter for '"
+        " + format(datum.cached * datum.key / 1e9, '.3~r') + ' GB kept'",
         "'fetching pays above ' + (datum.whole > datum.rest ?"
         " format(datum.cached * datum.key / (datum.whole - datum.rest) / 1e9, '.3~r') + ' GB/s' : 'no rate')",
     ]

@@ -62,7 +62,7 @@ def pairs_by_kind(recording: Recording) -> Explorer:
         scale=alt.Scale(domain=[-0.1, 1.3], nice=False),
         axis=alt.Axis(values=[0, 0.2, 0.4, 0.6, 0.8, 1], format=".1f", grid=False),
     )
-    legend = alt.Legend(orient="top", title=None, symbolStrokeWidth=2)
+    legend = alt.Legend(orient="top", title=None, symbolStrokeWidth=2, columns=1)  # a phone has no room for three
     points = base.mark_point(size=55, opacity=0.8, strokeWidth=2).encode(
         x=x,
         y=y,
@@ -76,7 +76,7 @@ def pairs_by_kind(recording: Recording) -> Explorer:
         base.transform_calculate(one="datum.served ? 1 : 0")
         .transform_aggregate(served="sum(one)", pairs="count()", groupby=["kind"])
         .transform_calculate(words="datum.served + ' of ' + datum.pairs", place="1.28")
-        .mark_text(align="right")
+        .mark_text(align="right", dy=-12)  # above its row, since on a phone the marks reach as far
         .encode(x=alt.X("place:Q"), y=y, text="words:N")
     )
     rule = (
@@ -143,8 +143,7 @@ def precision_recall(recording: Recording) -> Explorer:
     texts = [
         here.transform_filter(f"datum.check == '{kind}'")
         .transform_calculate(
-            words="datum.check + ': ' + datum.right + ' of ' + datum.same + ' same questions served, and '"
-            " + datum.wrong + (datum.wrong == 1 ? ' wrong answer' : ' wrong answers')"
+            words="datum.check + ': right ' + datum.right + ' of ' + datum.same + ', wrong ' + datum.wrong"
         )
         .mark_text(align="left", baseline="top")
         .encode(x=alt.value(6), y=alt.value(4 + 17 * i), text="words:N")
@@ -216,8 +215,8 @@ def when_it_pays(presets: Sequence[str] = ("1b", "7b"), card: str = "H100 SXM", 
     ring = here.mark_point(color=GREEN, size=190, strokeWidth=3, opacity=1).encode(x=x, y=y)
     room = here.transform_calculate(ms="1.3 * datum.generate").mark_point(opacity=0).encode(x=x, y=y)  # for the words
     words = [
-        "format(datum.ms, ',.3~r') + ' ms on average, ' + format(datum.generate, ',.3~r') + ' ms without a cache'",
-        "datum.even > 100 ? 'the lookup takes longer than the model: it never pays'"
+        "'mean ' + format(datum.ms, ',.3~r') + ' ms, uncached ' + format(datum.generate, ',.3~r') + ' ms'",
+        "datum.even > 100 ? 'it never pays: slower than the model'"
         " : 'it pays from a hit rate of ' + format(datum.even, '.2~r') + ' % on'",
     ]
     texts = [

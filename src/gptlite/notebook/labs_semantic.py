@@ -22,9 +22,10 @@ CACHED = """How do I reset my password?
 How do I delete a file in Python?
 What is the capital of Australia?
 How do I cook rice for 4 people?"""
-ASKED = """I forgot my password, how can I set a new one?
+ASKED = """What do I do when I forgot my password?
+What is the way to remove a file with Python?
 How do I delete a folder in Python?
-Which city is the capital of Australia?
+Which city is Australia's capital?
 How do I cook rice for 6 people?
 What is the meaning of life?"""
 

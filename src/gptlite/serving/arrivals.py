@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 
 import torch
@@ -55,10 +56,19 @@ class StepClock(WallClock):
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request and when it comes, in seconds."""
+    """A request and when it comes, in seconds. Raises: ValueError when that is no finite number."""
 
     time: float
     request: Request
+
+    def __post_init__(self) -> None:
+        if not isfinite(self.time):
+            raise ValueError(f"time is {self.time}, a request must come at a finite number of seconds")
+
+
+def _check_number(n: int) -> None:
+    if not isinstance(n, int) or n < 0:
+        raise ValueError(f"n is {n}, it must be a whole number of at least 0")
 
 
 def poisson_times(rate: float, n: int, seed: int = 0) -> list[float]:
@@ -67,8 +77,9 @@ def poisson_times(rate: float, n: int, seed: int = 0) -> list[float]:
     Args:
         rate: arrivals per second on average; infinite means all at once.
         n: how many. seed: of the gaps.
-    Returns: seconds, rising. Raises: ValueError when the rate is not positive.
+    Returns: seconds, rising. Raises: ValueError when the rate is not positive, or n is below 0.
     """
+    _check_number(n)
     if not rate > 0:
         raise ValueError(f"rate is {rate}, it must be above 0 requests per second")
     if rate == float("inf"):
@@ -88,8 +99,9 @@ def mixed_lengths(n: int, low: int, high: int, seed: int = 0) -> list[int]:
 
     Args:
         n: how many. low, high: the shortest and the longest, in tokens. seed: of the lengths.
-    Raises: ValueError when low is below 1 or above high.
+    Raises: ValueError when low is below 1 or above high, or n is below 0.
     """
+    _check_number(n)
     if not 1 <= low <= high:
         raise ValueError(f"lengths from {low} to {high}: they must begin at 1 or more, and rise")
     u = torch.rand(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

@@ -19,10 +19,11 @@ from safetensors.torch import save
 from gptlite.model import GPTlite
 from gptlite.serving import workers
 from gptlite.serving.sequence import Request
-from gptlite.serving.transfer import Channel, listen, wait
+from gptlite.serving.transfer import Channel, listen, until_readable
 from gptlite.serving.workers import START_TIMEOUT, knows
 
 ROLES = ("prefill", "decode")
+HELLO_TIMEOUT = 30.0  # seconds that who connects may take to say who it is
 
 
 @dataclass
@@ -73,6 +74,7 @@ class Disaggregated:
         self.channels: dict[str, Channel] = {}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.kv_port = 0
+        self._links = 0  # ways from the prefill process to this decode process that it has not seen the end of
         self._key = secrets.token_hex(16)
         self._listener = listen()
         try:
@@ -104,7 +106,7 @@ class Disaggregated:
                 channel = Channel(self._listener.accept()[0])
             except TimeoutError:
                 continue
-            wait([channel], 10.0)
+            until_readable([channel], HELLO_TIMEOUT)
             hello = channel.receive()
             name = str(hello[0].info.get("role")) if hello and knows(hello[0], self._key) else ""
             if name not in missing:
@@ -121,14 +123,19 @@ class Disaggregated:
 
     def restart(self, role: str) -> None:
         """Starts a process again that has ended. Raises: ValueError when there is no such role, or it still runs."""
+        self.poll()  # what it said before its end, and the end itself, are booked first
         if role not in ROLES or self.alive(role):
             raise ValueError(f"{role!r} cannot be started again: it runs, or is none of {', '.join(ROLES)}")
-        self.processes[role].wait()
+        if role == "prefill":  # what the last one had sent arrives first, and is not taken for the next one's
+            deadline = time.monotonic() + HELLO_TIMEOUT
+            while self._links and self.alive("decode") and time.monotonic() < deadline:
+                self.poll(0.1)
+            self._fail("link", role)
         self._start(role)
 
     def alive(self, role: str) -> bool:
         """Whether the process of that role runs and listens."""
-        return role in self.channels and self.channels[role].open
+        return role in self.channels and self.channels[role].open and self.processes[role].poll() is None
 
     def close(self) -> None:
         """Ends both processes."""
@@ -176,7 +183,7 @@ class Disaggregated:
 
     def poll(self, timeout: float = 0.0) -> list[int]:
         """Waits for news, for at most `timeout` seconds, and books it. Returns: the requests that have got some."""
-        wait([channel for channel in self.channels.values() if channel.open], timeout)
+        until_readable([channel for channel in self.channels.values() if channel.open], timeout)
         news: list[int] = []
         for role in ROLES:
             channel = self.channels[role]
@@ -193,10 +200,11 @@ class Disaggregated:
         return news
 
     def _book(self, info: dict[str, Any]) -> list[int]:
-        if info.get("link") == "closed":  # decode has read all that the prefill process had sent
-            return [] if self.alive("prefill") else self._fail("link", "prefill")
-        answer = self.answers[info["id"]]
-        if answer.done:
+        if "link" in info:  # once closed, decode has read all that the prefill process had sent
+            self._links += 1 if info["link"] == "open" else -1
+            return [] if self._links or self.channels["prefill"].open else self._fail("link", "prefill")
+        answer = self.answers.get(info["id"])
+        if answer is None or answer.done:
             return []
         if "error" in info:
             answer.error, answer.done = info["error"], True
@@ -207,7 +215,7 @@ class Disaggregated:
             answer.times.append(time.perf_counter())
             answer.where = "link" if answer.where == "prefill" else answer.where
             answer.done = len(answer.tokens) == answer.request.n_new
-            if answer.where == "link" and not answer.done and not self.alive("decode"):
+            if answer.where == "link" and not answer.done and not self.channels["decode"].open:
                 # a socket may take what nobody will read, so only the front can tell
                 answer.error, answer.done = "there is no decode process to take the sequence over", True
         return [info["id"]]
@@ -221,7 +229,9 @@ class Disaggregated:
             self.processes[role].wait()
         if role == "prefill":
             # what was on its way may have arrived: decode says so, and when no more can come
-            return self._fail("prefill", role) + ([] if self.alive("decode") else self._fail("link", role))
+            on_the_way = self._links and self.channels["decode"].open
+            return self._fail("prefill", role) + ([] if on_the_way else self._fail("link", role))
+        self._links = 0
         return self._fail("link", role) + self._fail("decode", role)
 
     def _fail(self, where: str, role: str) -> list[int]:

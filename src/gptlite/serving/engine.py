@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gptlite.cache.contract import Cache, Segment
+from gptlite.config import check_counts
+from gptlite.measure import synchronize
 from gptlite.model import GPTlite
-from gptlite.sampling import probabilities, sample
+from gptlite.sampling import SamplingParams, probabilities, sample
 from gptlite.serving.arrivals import Arrival, WallClock
 from gptlite.serving.metrics import StepRecord
 from gptlite.serving.scheduler import Preemption, Scheduled, Scheduler
@@ -75,8 +78,8 @@ class Engine:
         Args:
             arrived: when it came, in seconds of the clock; None means now.
         Returns: its sequence, which grows with the steps.
-        Raises: ValueError when it can never fit, with both sizes; or has a token that the model does not know, or
-            stop strings and the engine no tokenizer.
+        Raises: ValueError when it can never fit, with both sizes; or has a token that the model does not know, a
+            value of the wrong kind, or stop strings and the engine no tokenizer.
         """
         return self.add_samples(request, 1, arrived)[0]
 
@@ -86,8 +89,7 @@ class Engine:
         Returns: the sequences; number i draws with the request's seed + i.
         Raises: ValueError as `add`, or when n is below 1.
         """
-        if n < 1:
-            raise ValueError(f"n is {n}, it must be at least 1")
+        check_counts(n=n)
         self._check(request)
         when = self.clock.now() if arrived is None else arrived
         sequences = [Sequence(request, (self._n_requests, i), when) for i in range(n)]
@@ -97,7 +99,16 @@ class Engine:
         return sequences
 
     def _check(self, request: Request) -> None:
+        """Refuses at the door what would end a step that others share."""
         prompt, vocabulary = request.prompt, self.model.token_embedding.num_embeddings
+        for name, values in (("a token", prompt), ("seed", [request.seed])):
+            odd = [v for v in values if isinstance(v, bool) or not isinstance(v, Integral)]
+            if odd:
+                raise ValueError(f"{name} is {odd[0]!r}, it must be a whole number")
+        if not -(2**63) <= request.seed < 2**63:
+            raise ValueError(f"seed is {request.seed}, it must fit 64 bits")
+        if not isinstance(request.params, SamplingParams):
+            raise ValueError(f"params is {request.params!r}, it must be SamplingParams")
         worst = min(prompt) if min(prompt) < 0 else max(prompt)
         if not 0 <= worst < vocabulary:
             raise ValueError(f"token {worst} is outside the vocabulary of {vocabulary}")
@@ -168,6 +179,8 @@ class Engine:
         hidden = self.model.run(tokens, segments, self.cache)  # [n_new, d]
         # the head reads only the rows that sample
         logits = self.model.head(hidden if len(last) == len(hidden) else hidden[last]) if last else None
+        if self.trace is not None:
+            synchronize(self.device)  # a GPU may still compute what it was given
         ran = now()
         for row, n in zip(plan, n_new, strict=True):
             row.sequence.n_computed += n
@@ -213,7 +226,10 @@ class Engine:
             sequences, parents, logits = _with_siblings(sequences, logits)
         params = [sequence.request.params for sequence in sequences]
         if all(p.temperature == 0 for p in params):
-            chosen = logits.argmax(-1).tolist()  # what the one-hot of `probabilities` gives
+            best = logits.argmax(-1, keepdim=True)  # [B, 1], what the one-hot of `probabilities` gives
+            if not bool(logits.gather(-1, best).isfinite().all()):
+                raise ValueError("a row of logits holds NaN or an infinite value")
+            chosen = best[:, 0].tolist()
         else:
             numbers = [s.uniform if p.temperature else 0.0 for s, p in zip(sequences, params, strict=True)]
             u = torch.tensor(numbers, dtype=torch.float64)
@@ -241,7 +257,7 @@ class Engine:
     def serve(self, arrivals: Iterable[Arrival]) -> list[Sequence]:
         """Serves requests as they come, until all have finished.
 
-        Returns: their sequences, in the order of the arrivals. Raises: ValueError as `add`.
+        Returns: their sequences, in the order in which they came. Raises: ValueError as `add`.
         """
         coming = sorted(arrivals, key=lambda arrival: arrival.time)
         sequences: list[Sequence] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -25,7 +26,7 @@ class Job:
     chain: Chain = ()
 
     def __post_init__(self) -> None:
-        if self.arrival < 0 or self.n_prompt < 1 or self.n_new < 1:
+        if not 0 <= self.arrival < math.inf or self.n_prompt < 1 or self.n_new < 1:
             raise ValueError(f"{self}: a job arrives at 0 or later, with at least 1 prompt token and 1 new one")
 
 
@@ -106,8 +107,8 @@ def poisson_jobs(
     seed: int = 0,
 ) -> list[Job]:
     """Jobs that arrive independently of each other, `rate` per second on average, with lengths drawn by functions."""
-    if rate <= 0 or n_jobs < 1:
-        raise ValueError(f"rate is {rate} and n_jobs {n_jobs}, they must be above 0 and at least 1")
+    if not 0 < rate < math.inf or n_jobs < 1:
+        raise ValueError(f"rate is {rate} and n_jobs {n_jobs}, they must be above 0 and finite, and at least 1")
     rng = np.random.default_rng(seed)
     times = rng.exponential(1 / rate, n_jobs).cumsum()
     return [Job(float(time), n_prompt(rng), n_new(rng)) for time in times]
@@ -117,8 +118,13 @@ def poisson_jobs(
 
 
 def attainment(outcomes: Sequence[Outcome], ttft: float, tpot: float) -> float:
-    """Share of the requests whose TTFT and TPOT are both at most these limits, in seconds; in [0, 1]."""
-    if ttft <= 0 or tpot <= 0:
+    """Share of the requests whose TTFT and TPOT are both at most these limits, in seconds; in [0, 1].
+
+    Raises: ValueError when there is no request, or a limit is not positive.
+    """
+    if not outcomes:
+        raise ValueError("there are no requests to count")
+    if not (ttft > 0 and tpot > 0):
         raise ValueError(f"the limits are {ttft} and {tpot} s, both must be positive")
     return sum(o.ttft <= ttft and o.tpot <= tpot for o in outcomes) / len(outcomes)
 
@@ -135,7 +141,10 @@ def highest_rate(keeps: Callable[[float], float], goal: float = 0.9, low: float 
         keeps: attainment at a rate, which does not rise with it.
         low, high: requests per second to search between; found to 1 %.
     Returns: requests per second; 0 when even `low` is too much, `high` when nothing is.
+    Raises: ValueError unless 0 < low < high.
     """
+    if not 0 < low < high < math.inf:
+        raise ValueError(f"low is {low} and high {high}, it must be 0 < low < high")
     if keeps(low) < goal:
         return 0.0
     if keeps(high) >= goal:

@@ -35,7 +35,10 @@ def percentile(values: Iterable[float], q: float) -> float:
 
     Args:
         q: between 0 and 100.
+    Raises: ValueError when it is not.
     """
+    if not 0 <= q <= 100:
+        raise ValueError(f"q is {q}, it must be between 0 and 100")
     ordered = sorted(values)
     if not ordered:
         return float("nan")
@@ -62,8 +65,10 @@ def gaps(sequence: Served) -> list[float]:
 
 
 def throughput(sequences: Iterable[Served]) -> float:
-    """Generated tokens per second, from the first arrival to the last token."""
+    """Generated tokens per second, from the first arrival to the last token; 0 of nothing."""
     served = [sequence for sequence in sequences if sequence.times]
+    if not served:
+        return 0.0
     span = max(s.times[-1] for s in served) - min(s.arrived for s in served)
     return sum(len(s.times) for s in served) / span if span else float("inf")
 
@@ -91,5 +96,5 @@ def summary(sequences: Iterable[Served], percentiles: Sequence[float] = (50, 90,
         rows[f"ttft_p{q:g}"] = percentile(map(ttft, served), q)
         rows[f"tpot_p{q:g}"] = percentile(map(tpot, paced), q)
         rows[f"latency_p{q:g}"] = percentile((s.times[-1] - s.arrived for s in served), q)
-    rows["throughput"] = throughput(served) if served else 0.0
+    rows["throughput"] = throughput(served)
     return rows

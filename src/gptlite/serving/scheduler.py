@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from gptlite.cache.contract import Cache
+from gptlite.config import check_counts
 from gptlite.serving.sequence import Key, Sequence
 
 Preemption = Literal["recompute", "swap"]
@@ -59,9 +60,8 @@ class Scheduler:
     def __init__(
         self, cache: Cache, max_batch: int = 16, token_budget: int | None = None, preemption: Preemption = "recompute"
     ) -> None:
-        if max_batch < 1:
-            raise ValueError(f"max_batch is {max_batch}, it must be at least 1")
-        if token_budget is not None and token_budget < max_batch:
+        check_counts(max_batch=max_batch)
+        if token_budget is not None and (not isinstance(token_budget, int) or token_budget < max_batch):
             raise ValueError(
                 f"token_budget is {token_budget}, it must be at least max_batch, {max_batch}: a token for each"
             )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from gptlite.config import check_counts
 from gptlite.sampling import SamplingParams
 
 Key = tuple[int, int]  # of a sequence: number of its request, and which of the request's samples it is
@@ -44,12 +46,13 @@ class Request:
     salt: str = ""
 
     def __post_init__(self) -> None:
+        if isinstance(self.tokens, str) or not isinstance(self.tokens, Tensor | SequenceOf):
+            raise ValueError(f"a request's tokens are {self.tokens!r}, they must be a tensor [n] or a list of numbers")
         shape = tuple(self.tokens.shape) if isinstance(self.tokens, Tensor) else (len(self.tokens),)
         if len(shape) != 1 or not shape[0]:
             raise ValueError(f"a request's tokens have shape {shape}, it must be [n] with at least one token")
-        if self.n_new < 1:
-            raise ValueError(f"n_new is {self.n_new}, it must be at least 1")
-        if isinstance(self.stop, str) or not all(self.stop):
+        check_counts(n_new=self.n_new)
+        if not isinstance(self.stop, tuple | list) or not all(isinstance(s, str) and s for s in self.stop):
             raise ValueError(f"stop is {self.stop!r}, it must be a tuple of strings that are not empty")
 
     @property

@@ -8,6 +8,7 @@ one after the other, and costs the machines at its ends nothing. SimPy keeps the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -122,7 +123,10 @@ class _Replica:
                 yield self.env.timeout(0)  # those that arrive at the same moment share its first step
                 continue
             begin, waiting, decodes = self.env.now, len(self.waiting), sum(not row.missing for row, _ in rows)
-            yield self.env.timeout(self.engine.step_time([self._span(row, n) for row, n in rows]))
+            seconds = self.engine.step_time([self._span(row, n) for row, n in rows])
+            if not 0 < seconds < math.inf:
+                raise ValueError(f"a step takes {seconds} s, it must be above 0 and finite")
+            yield self.env.timeout(seconds)
             n_prompt = sum(n for row, n in rows if row.missing)
             self.trace.steps.append(Step(self.number, begin, self.env.now, decodes, n_prompt, waiting))
             for row, n in rows:
@@ -155,8 +159,10 @@ def simulate(jobs: Sequence[Job], engine: Engine, n_replicas: int = 1, router: R
 
     Args:
         jobs: in any order. router: with more than one replica; None takes turns.
-    Raises: ImportError without SimPy; ValueError when there are no jobs.
+    Raises: ImportError without SimPy; ValueError when there are no jobs or no replicas, or a step takes no time.
     """
+    if n_replicas < 1:
+        raise ValueError(f"n_replicas is {n_replicas}, it must be at least 1")
     env, trace = _begin(jobs)
     replicas = [_Replica(env, i, engine, trace) for i in range(n_replicas)]
     turn = iter(range(len(jobs)))
@@ -188,7 +194,13 @@ def simulate_disaggregated(
     Args:
         jobs: in any order. prefill, decode: how the machines of each pool work.
         bytes_per_token: keys and values of one token. bandwidth: of the link, bytes/s.
+    Raises: as `simulate`; ValueError when a pool is empty, or the bytes or the bandwidth make no sense.
     """
+    if n_prefill < 1 or n_decode < 1 or not bytes_per_token >= 0 or not bandwidth > 0:
+        raise ValueError(
+            f"n_prefill is {n_prefill}, n_decode {n_decode}, bytes_per_token {bytes_per_token} and bandwidth"
+            f" {bandwidth}: they must be at least 1, 1 and 0, and above 0"
+        )
     import simpy
 
     env, trace = _begin(jobs)

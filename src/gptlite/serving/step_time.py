@@ -100,7 +100,7 @@ class FittedTime:
             steps: of each, its rows and its seconds.
         Raises: ValueError when there are fewer than 5 steps, or a time is not positive.
         """
-        if len(steps) < 5 or any(seconds <= 0 for _, seconds in steps):
+        if len(steps) < 5 or not all(0 < seconds < np.inf for _, seconds in steps):
             raise ValueError(f"{len(steps)} steps to fit, it takes at least 5, each with a time above 0")
         x = np.array([[1.0, *counts(rows)] for rows, _ in steps])  # [steps, 5]
         t = np.array([seconds for _, seconds in steps])  # [steps]

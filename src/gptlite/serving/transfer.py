@@ -140,7 +140,7 @@ def listen() -> socket.socket:
     return socket.create_server(("127.0.0.1", 0))
 
 
-def wait(channels: Sequence[Channel | socket.socket], timeout: float | None) -> None:
+def until_readable(channels: Sequence[Channel | socket.socket], timeout: float | None) -> None:
     """Waits until one of them has something to say, or for `timeout` seconds."""
     select.select([c for c in channels if c.fileno() >= 0], [], [], timeout)
 

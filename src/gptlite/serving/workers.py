@@ -9,6 +9,7 @@ import hmac
 import socket
 import sys
 from collections.abc import Iterator
+from operator import index
 from typing import Any
 
 import torch
@@ -22,10 +23,12 @@ from gptlite.sampling import SamplingParams
 from gptlite.serving.engine import Engine
 from gptlite.serving.scheduler import Scheduler
 from gptlite.serving.sequence import Request, Sequence
-from gptlite.serving.transfer import Channel, Frame, listen, pack_state, state_bytes, unpack_state, wait
+from gptlite.serving.transfer import Channel, Frame, listen, pack_state, state_bytes, unpack_state, until_readable
 
-START_TIMEOUT = 60.0  # seconds that a process may take to import torch and build its model
+START_TIMEOUT = 300.0  # seconds that a process may take to import torch and to say who it is, on a busy machine too
+LINK_TIMEOUT = 60.0  # seconds that the decode process may take to answer who knocks
 WEIGHTS_LIMIT = 2**36  # bytes of weights that a process takes from the front that started it
+STRANGERS_LIMIT = 16  # connections at the door that have not shown the key yet; the oldest of more are closed
 
 
 def knows(frame: Frame, key: str) -> bool:
@@ -45,7 +48,10 @@ class HandOver(Scheduler):
 
 
 def _request(info: dict[str, Any], n_new: int) -> Request:
-    return Request(list(info["tokens"]), n_new, SamplingParams(**info["params"]), int(info["seed"]))
+    seed = index(info["seed"])
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed is {seed}, it must fit 64 bits")
+    return Request([index(token) for token in info["tokens"]], n_new, SamplingParams(**info["params"]), seed)
 
 
 def serve_prefill(front: Channel, model: GPTlite, settings: dict[str, Any], key: str, frames: list[Frame]) -> None:
@@ -62,14 +68,14 @@ def serve_prefill(front: Channel, model: GPTlite, settings: dict[str, Any], key:
     asked: dict[Sequence, dict[str, Any]] = {}
     while front.open:
         if not frames:
-            wait([front], 0.0 if engine.busy else None)
+            until_readable([front], 0.0 if engine.busy else None)
         for frame in frames + front.receive():
             if "connect" in frame.info:
                 link = _link(frame.info["connect"], key)
                 continue
             try:
                 asked[engine.add(_request(frame.info, 1))] = frame.info
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, OverflowError) as error:
                 front.send({"id": frame.info.get("id"), "error": f"no request: {error}"})
         frames = []
         if engine.busy:
@@ -90,15 +96,18 @@ def serve_decode(front: Channel, model: GPTlite, settings: dict[str, Any], key: 
     links: list[Channel] = []
     numbers: dict[Sequence, int] = {}
     while front.open:
-        wait([front, door, *strangers, *links], 0.0 if engine.busy else None)
+        until_readable([front, door, *strangers, *links], 0.0 if engine.busy else None)
         front.receive()  # has nothing to say but its end
         for channel in _accept(door):
             strangers.append(channel)
+            if len(strangers) > STRANGERS_LIMIT:
+                strangers.pop(0).close()
         for channel in list(strangers):
             frames = _frames(channel)
             if frames and knows(frames[0], key):
                 channel.reader.body_limit = limit  # nothing large is taken from anyone before this
                 channel.send({"welcome": True})
+                front.send({"link": "open"})
                 links.append(channel)
             elif frames:
                 channel.close()
@@ -122,7 +131,7 @@ def _link(port: int, key: str) -> Channel | None:
     except OSError:
         return None
     link.send({"key": key})
-    wait([link], START_TIMEOUT)
+    until_readable([link], LINK_TIMEOUT)
     return link if link.receive() else None
 
 
@@ -144,17 +153,20 @@ def _frames(channel: Channel) -> list[Frame]:
 def _take(frames: list[Frame], engine: Engine, numbers: dict[Sequence, int], front: Channel) -> None:
     """Begins a sequence from each frame of keys and values, or says why not."""
     for info, body in frames:
-        try:
-            request = _request(info, int(info["n_new"]))
+        try:  # all of it before the engine knows of the sequence: a bad frame leaves nothing behind
+            number, first, n_new = int(info["id"]), int(info["first"]), int(info["n_new"])
+            request = _request(info, n_new)
             state = unpack_state(body, engine.model, len(request.tokens))
+            if n_new < 2 or not 0 <= first < engine.model.token_embedding.num_embeddings:
+                raise ValueError(f"n_new is {n_new} and the first token {first}: one more is needed, and a known token")
             sequence = engine.add(request)
-            sequence.append(int(info["first"]), engine.clock.now(), None)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             front.send({"id": info.get("id"), "error": f"what came from the prefill process is no sequence: {error}"})
             continue
+        sequence.append(first, engine.clock.now(), None)
         sequence.state, sequence.n_computed = state, len(request.tokens)
-        numbers[sequence] = info["id"]
-        front.send({"id": info["id"], "took": True})
+        numbers[sequence] = number
+        front.send({"id": number, "took": True})
 
 
 def main() -> None:
@@ -166,7 +178,7 @@ def main() -> None:
     front.send({"role": role, "key": key, "port": door.getsockname()[1]})
     frames: list[Frame] = []
     while not frames and front.open:
-        wait([front], None)
+        until_readable([front], None)
         frames = front.receive()
     if not frames:
         return

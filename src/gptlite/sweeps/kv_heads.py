@@ -112,7 +112,7 @@ def settings_of(
     Raises: ValueError when a value is of no use.
     """
     if not recipe:
-        return None, ""
+        return None, "--precision bf16"
     steps = int(recipe.get("tokens", tokens)) // (batch * context)
     optimizer, lr = recipe.get("optimizer", "muon"), float(recipe.get("lr", 0.003))
     warmup, cooldown = int(recipe.get("warmup", 10)), float(recipe.get("cooldown", 1.0))

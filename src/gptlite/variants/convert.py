@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptlite.checkpoint import checkpoint_path, load_checkpoint, read_card
+from gptlite.checkpoint import SHIPPED, checkpoint_path, load_checkpoint, read_card
 from gptlite.data import Corpus
 from gptlite.measure import validation_loss
 from gptlite.model import GPTlite
@@ -99,11 +99,15 @@ def make_variant(
         converted_loss: that of the conversion before uptraining, when it was measured already.
         watch: windows of the held-out text that the curve follows; the losses of the card are over all of it.
     Returns: the card. Its losses are in nats per token, measured on the weights as stored, in fp16.
-    Raises: ValueError when the base cannot be read or converted, or the corpus is not the one that it was trained on.
+    Raises: ValueError when the base cannot be read or converted, does not lie beside `out`, or was trained on another
+        corpus.
     """
     card = read_card(base)
     if card.get("corpus", {}).get("sha256") != corpus.sha256:
         raise ValueError(f"{base} was trained on another text than {corpus.name}: its card has another sha256")
+    source, target = checkpoint_path(base).resolve(), Path(out).resolve()
+    if str(base) not in SHIPPED and (source.parent != target.parent or source == target):
+        raise ValueError(f"{out} only holds what differs from {base}: it must lie beside it, under another name")
     model, tokenizer = load_checkpoint(checkpoint_path(base), device)
     text, held_out = tokenizer.encode(corpus.train), tokenizer.encode(corpus.held_out)
     moments = calibration_moments(model, text) if conversion.start == "data" else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -36,7 +37,7 @@ def uptrain(
         on_step: called after each step with the number of steps done and the step's loss, in nats per token.
     Returns: the curve, rows of tokens seen, mean training loss since the row before, and the held-out loss, in nats
         per token; its first row, before any step, has no training loss and repeats the held-out one.
-    Raises: ValueError on unknown parts, or a text shorter than a window.
+    Raises: ValueError on unknown parts, a text shorter than a window, or a loss that is no number any more.
     """
     if parts not in PARTS:
         raise ValueError(f"parts is {parts!r}, it must be one of {', '.join(PARTS)}")
@@ -61,6 +62,9 @@ def uptrain(
         torch.manual_seed(settings.seed * 1_000_003 + step)
         with torch.autocast(device.type, torch.bfloat16, enabled=lowp):
             loss = loss_of(model(x), y, None if teacher is None else teacher_logits(teacher, x))
+        value = loss.item()
+        if not math.isfinite(value):
+            raise ValueError(f"the loss of step {step + 1} is {value}: choose a learning rate below {settings.lr:g}")
         loss.backward()
         torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 1.0)
         for optimizer in optimizers:
@@ -68,7 +72,6 @@ def uptrain(
                 group["lr"] = group["peak_lr"] * settings.rate(step)
             optimizer.step()
             optimizer.zero_grad()
-        value = loss.item()
         recent.append(value)
         if (step + 1) % settings.save_every == 0 or step + 1 == settings.steps:
             seen = (step + 1) * settings.batch_size * context
