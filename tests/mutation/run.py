@@ -149,6 +149,8 @@ MUTATIONS = [
     ("cache/radix.py", "if not node.children and not node.locks]", "if not node.locks]", "prefix"),
     ("cache/radix.py", "(parent.used, parent.serial, parent))", "(0, 0, parent))", "prefix"),
     ("cache/radix.py", "leaf.used = self._clock", "leaf.used = 0", "prefix"),
+    ("cache/radix.py", "        check_state(state, len(new))\n", "", "prefix"),
+    ("cache/prefix.py", "values.dtype.kind not in \"iu\"", "False", "prefix"),
     ("cache/reuse.py", "n = min(hit.n_tokens, len(tokens) - 1)", "n = hit.n_tokens", "reuse"),
     ("cache/reuse.py", "if len(text) == before[key]:", "if True:", "reuse"),
     ("cache/reuse.py", "self._texts[key] = text[: begins[key]] + [text[place[i]] for i in self._real[key]]", "pass", "reuse"),

@@ -105,6 +105,21 @@ def test_the_search_stops_when_nothing_can_come_in(model: GPTlite) -> None:
     assert len(steps) == 2 and all(beam.ended for beam in found)
 
 
+@pytest.mark.parametrize("n_beams", [1, 2, 3])
+def test_stopping_early_loses_no_answer(model: GPTlite, n_beams: int) -> None:
+    """Against the same search that always goes on to the last step, for each token as the end."""
+    for end in range(VOCAB):
+        beams, done = [()], []
+        for _ in range(5):
+            candidates = [(*beam, token) for beam in beams for token in range(VOCAB)]
+            best = sorted(candidates, key=lambda new: -log_probability(model, new))[: 2 * n_beams]
+            done += [new for new in best if new[-1] == end]
+            beams = [new for new in best if new[-1] != end][:n_beams]
+        expected = sorted([*done, *beams], key=lambda new: -log_probability(model, new))[:n_beams]
+        found = beam_search(model, PROMPT, n_beams, 5, DynamicCache(model), end=end)
+        assert [beam.tokens for beam in found] == expected
+
+
 @pytest.mark.parametrize("kind", CACHES)
 def test_samples_equal_those_of_the_plain_loop(model: GPTlite, kind: str) -> None:
     params = SamplingParams(temperature=1.2, top_k=4)

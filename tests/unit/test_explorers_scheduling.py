@@ -44,8 +44,8 @@ def test_the_lanes_are_the_recorded_steps(place, blocks, gap, ttft):
     widest = [max(bar["width"] for bar in bars if bar["y"] == lane) for lane in lanes]
     assert widest[0] / widest[1] == pytest.approx(30 / gap, rel=1e-6)
     lines = words(scene)
-    assert numbers(next(line for line in lines if line.startswith("whole:"))) == [30, 30]
-    assert numbers(next(line for line in lines if line.startswith("chosen: longest"))) == [gap, ttft]
+    assert numbers(next(line for line in lines if line.startswith("whole prompt:"))) == [30, 30]
+    assert numbers(next(line for line in lines if line.startswith("chosen budget:"))) == [gap, ttft]
     assert any(f"budget of {(4, 8)[place]} tokens a step" in line for line in lines)
 
 

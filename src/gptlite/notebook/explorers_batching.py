@@ -71,7 +71,7 @@ def seat_timeline(recording: Recording) -> Explorer:
     colour = alt.Color(
         "words:N",
         scale=alt.Scale(domain=list(KINDS.values()), range=[ORANGE, BLUE, "#999999"]),
-        legend=alt.Legend(orient="top", title=None, symbolType="square"),
+        legend=alt.Legend(orient="top", title=None, symbolType="square", columns=2),  # two: a telephone is narrow
     )
     opacity = alt.condition("datum.kind == 'idle'", alt.value(0.45), alt.value(1))
     bars = shown.mark_bar(stroke="white", strokeWidth=0.6).encode(x=x, x2="to:Q", y=y, color=colour, opacity=opacity)

@@ -44,9 +44,11 @@ def goodput_by_rate(recording: Recording) -> Explorer:
         .transform_aggregate(share="mean(met)", groupby=["system", "rate"])
         .transform_calculate(good="datum.rate * datum.share", enough="datum.share >= 0.9")
     )
-    x = alt.X("rate:Q", title="Arrival rate, requests/s", scale=alt.Scale(zero=True, nice=False))
+    x = alt.X(
+        "rate:Q", title="Arrival rate, requests/s", scale=alt.Scale(zero=True, nice=False), axis=alt.Axis(format="~g")
+    )
     y = alt.Y("good:Q", title="Goodput, requests/s", scale=alt.Scale(zero=True, nice=False))
-    legend = alt.Legend(orient="top", title=None, columns=3, symbolType="stroke", symbolStrokeWidth=3)
+    legend = alt.Legend(orient="top", title=None, columns=2, symbolType="stroke", symbolStrokeWidth=3)
     colour = alt.Color("system:N", scale=alt.Scale(domain=systems, range=[SYSTEMS[s] for s in systems]), legend=legend)
     dash = alt.StrokeDash("system:N", scale=alt.Scale(domain=systems, range=DASHES[: len(systems)]), legend=legend)
     lines = kept.mark_line(strokeWidth=2.5).encode(x=x, y=y, color=colour, strokeDash=dash)
@@ -138,8 +140,11 @@ def routing_policies(recording: Recording, n_replicas: int = 4, n_groups: int = 
     sides: list[tuple[str, Any, int]] = [("datum.hits <= 60", "left", 12), ("datum.hits > 60", "right", -12)]
     told = shown.transform_calculate(words="'busiest takes ' + datum.busiest + ' %'")
     words = [
-        told.transform_filter(side).mark_text(baseline="middle", align=align, dx=dx).encode(x=x, y=y, text="words:N")
+        told.transform_filter(f"{side} && indexof({names[part::2]}, datum.policy) >= 0")
+        .mark_text(baseline="middle", align=align, dx=dx, dy=dy)
+        .encode(x=x, y=y, text="words:N")
         for side, align, dx in sides
+        for part, dy in enumerate((-9, 9))  # points may lie close together: every second one has its words below
     ]
     return Explorer(
         name="routing",

@@ -22,7 +22,7 @@ def _lanes(base: alt.Chart, lanes: list[str], x_title: str) -> list[alt.Chart]:
         "begin:Q", title=x_title, scale=alt.Scale(nice=False, zero=True), axis=alt.Axis(format=",~f", tickCount=6)
     )
     y = alt.Y("lane:N", title=None, sort=lanes, scale=alt.Scale(domain=lanes, range=[96, 220], paddingInner=0.4))
-    legend = alt.Legend(orient="top", title=None, symbolType="square", labelLimit=260)
+    legend = alt.Legend(orient="top", title=None, columns=1, symbolType="square", labelLimit=260)
     colour = alt.Color("kind:N", scale=alt.Scale(domain=KINDS, range=[SKY, ORANGE]), legend=legend)
     return [
         base.mark_bar(height={"band": 1}).encode(x=x, x2="end:Q", y=y, color=colour),
@@ -31,9 +31,9 @@ def _lanes(base: alt.Chart, lanes: list[str], x_title: str) -> list[alt.Chart]:
 
 
 def _texts(lines: Sequence[alt.Chart]) -> list[alt.Chart]:
-    """Lines of text above the lanes; each has its `words`."""
+    """Lines of text above the lanes, short enough for a phone; each has its `words`."""
     return [
-        line.mark_text(align="left", baseline="top").encode(x=alt.value(0), y=alt.value(19 * i), text="words:N")
+        line.mark_text(align="left", baseline="top").encode(x=alt.value(-80), y=alt.value(19 * i), text="words:N")
         for i, line in enumerate(lines)
     ]
 
@@ -79,8 +79,8 @@ def stall_recorded(recording: Recording) -> Explorer:
             f" + {other!r} + ' ' + format({[round(medians[second, b], 3) for b in budgets]}[{at}], ',.3r') + ' ms'"
         )
         for what, key, other, second, at in (
-            ("whole: longest gap of a running user", "longest gap", "TTFT of the prompt", "TTFT", len(budgets) - 1),
-            ("chosen: longest gap of a running user", "longest gap", "TTFT of the prompt", "TTFT", "budget"),
+            ("whole prompt: gap", "longest gap", "TTFT", "TTFT", len(budgets) - 1),
+            ("chosen budget: gap", "longest gap", "TTFT", "TTFT", "budget"),
         )
     ]
     labels = alt.Chart(alt.Data(values=[{}])).transform_calculate(
@@ -90,15 +90,20 @@ def stall_recorded(recording: Recording) -> Explorer:
                       *_texts([*lines, labels]))  # fmt: skip
     return Explorer(
         name="stall-recorded",
-        chart=chart.add_params(slider("budget", "Token budget, place", 1, 0, len(budgets) - 2, 1)).properties(
-            width="container", height=230
-        ),
+        chart=chart.add_params(
+            menu(
+                "budget",
+                "Token budget",
+                [str(budget) for budget in budgets[:-1]],
+                str(budgets[1 if len(budgets) > 2 else 0]),
+            )
+        ).properties(width="container", height=230),
         alt_text="Two lanes of blocks on an axis of time, a block for each step of the engine and a line at its end,"
         " where every running user gets a token. On the upper lane one long block reads the whole prompt. On the lower"
-        " lane many short blocks read it in parts. A slider chooses the budget of the lower lane.",
+        " lane many short blocks read it in parts. A menu chooses the budget of the lower lane.",
         caption=f"Steps of GPTlite's engine as {params['running']} users decode and a prompt of {params['prompt']}"
-        f" tokens arrives, recorded on {recording.machine['name']}; budgets are {', '.join(map(str, budgets[:-1]))}"
-        " tokens.",
+        f" tokens arrives, recorded on {recording.machine['name']}; gap: the longest between two tokens of a running"
+        " user.",
         facts=tuple(facts),
     )
 
@@ -161,7 +166,7 @@ def stall_by_arithmetic(model: str = "Llama 3.1 8B", card: str = "H100 SXM") -> 
     )
     lines = [
         read.transform_filter(f"datum.lane == '{lane}' && datum.i == 0").transform_calculate(
-            words=f"'{lane}: longest gap ' + format(datum.gap, ',.3r') + ' ms, TTFT '"
+            words=f"'{lane}: gap ' + format(datum.gap, ',.3r') + ' ms, TTFT '"
             " + format(datum.ttft, ',.4r') + ' ms'" + (" + ', ' + parts + ' parts'" if lane == "chunked" else "")
         )
         for lane in ("whole prompt", "chunked")
@@ -182,7 +187,8 @@ def stall_by_arithmetic(model: str = "Llama 3.1 8B", card: str = "H100 SXM") -> 
         " block that reads the whole prompt, the lower one with many short blocks that read it in parts. Above them"
         " the longest gap between two tokens of a running user, and the time to the prompt's first token. Menus choose"
         " model and GPU, sliders the users, their context, the prompt and the token budget.",
-        caption="The least time of each step in 16 bits, linear layers and attention one after the other.",
+        caption="The least time of each step in 16 bits, linear layers and attention one after the other; gap: the"
+        " longest between two tokens of a running user.",
         facts=facts,
     )
 
