@@ -126,7 +126,7 @@ MUTATIONS = [
     ("cache/paged.py", "for store in (*self.k, *self.v, self.k_pos):\n                store[new] = store[old]", "for store in (*self.k, self.k_pos):\n                store[new] = store[old]", "paged"),
     ("cache/paged.py", "        self.pool.release(row.table[self.blocks_for(n) :])\n", "", "paged"),
     ("cache/paged.py", "                store.index_fill_(0, rows, 0)\n", "                pass\n", "paged"),
-    ("cache/splits.py", "(found[:1] or [spare])", "[spare]", "paged"),
+    ("cache/splits.py", "[found[0] if found else spare]", "[spare]", "paged"),
     ("cache/splits.py", "if len(table) > page or not page]", "if len(table) > page + 1 or not page]", "paged"),
     ("cache/splits.py", "lse = lse.masked_fill(sight.blind, float(\"-inf\"))", "pass", "paged"),
     ("cache/splits.py", "elif any_key.any() or split.begin == 0:", "else:", "paged"),

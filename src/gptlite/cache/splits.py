@@ -95,7 +95,7 @@ def split_pages(
         blocks = []
         for b in rows:
             found = tables[b][page : page + n_pages]
-            blocks += [*found, *(found[:1] or [spare]) * (n_pages - len(found))]
+            blocks += [*found, *[found[0] if found else spare] * (n_pages - len(found))]
         begin = blocks[0]
         neighbours = blocks == list(range(begin, begin + len(blocks)))  # read where they lie, others are gathered
         splits.append(

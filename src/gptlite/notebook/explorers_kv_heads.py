@@ -68,7 +68,7 @@ def cache_share(shape: ModelShape) -> float:
     return kv_bytes_per_token(shape, 1) / shape.n_layers / multi_head_values(shape)
 
 
-def bytes_against_loss(recordings: Sequence[Recording], model: str = "Llama 3.1 8B") -> Explorer:
+def bytes_against_loss(recordings: Sequence[Recording], model: str = "DeepSeek-V2") -> Explorer:
     """Validation loss of the trained model's conversions against what is left of its cache.
 
     Args:
@@ -104,7 +104,7 @@ def bytes_against_loss(recordings: Sequence[Recording], model: str = "Llama 3.1 
     ]
     x = alt.X(
         "share:Q",
-        title="Cache per token, share of the multi-head cache",
+        title="Share of the multi-head cache",
         scale=alt.Scale(type="log", domain=[1 / 64, 1.1], nice=False),
         axis=alt.Axis(
             values=[1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1], labelExpr="'1/' + round(1 / datum.value)"
@@ -132,32 +132,25 @@ def bytes_against_loss(recordings: Sequence[Recording], model: str = "Llama 3.1 
     base = alt.Chart(alt.Data(values=[{"loss": original, "share": 1}]))
     marked = alt.Chart(alt.Data(values=known)).transform_filter("datum.model == known")
     hidden = shown.transform_filter("stage != 2 ? datum.before > top : isValid(datum.after) && datum.after > top")
-    lines = [
-        (
-            marked,
-            "datum.name + ': ' + format(datum.token / 1024, ',.1f') + ' KiB per token, ' + (datum.share == 1 ?"
-            " 'all of the multi-head cache' : '1/' + format(1 / datum.share, '.3~r') + ' of the multi-head cache')",
-        ),
-        (
-            marked,
-            "format(batch, ',') + (batch == 1 ? ' sequence of ' : ' sequences of ') + format(context, ',') +"
-            " ' tokens: '"
-            " + format(datum.token * context * batch / 1e9, ',.1f') + ' GB in 16 bits, '"
-            " + format(datum.token / datum.share * context * batch / 1e9, ',.1f') + ' GB with multi-head attention'",
-        ),
+    lines = [  # short ones: a phone has no room for more
+        "datum.name + ': ' + format(datum.token / 1024, ',.1f') + ' KiB per token'",
+        "(datum.share == 1 ? 'all' : '1/' + format(1 / datum.share, '.3~r')) + ' of the multi-head cache'",
+        "format(batch, ',') + (batch == 1 ? ' sequence' : ' sequences') + ' of ' + format(context, ',') + ' tokens:'",
+        "format(datum.token * context * batch / 1e9, ',.1f') + ' GB in 16 bits'",
+        "format(datum.token / datum.share * context * batch / 1e9, ',.1f') + ' GB with multi-head attention'",
     ]
     texts = [
-        one.transform_calculate(words=words)
+        marked.transform_calculate(words=words)
         .mark_text(align="right", baseline="top", dx=-4)
         .encode(x=alt.value("width"), y=alt.value(6 + 18 * i), text="words:N")
-        for i, (one, words) in enumerate(lines)
+        for i, words in enumerate(lines)
     ]
     above = (
         hidden.transform_aggregate(n="count()")
         .transform_filter("datum.n > 0")
         .transform_calculate(words="datum.n + ' above the top of the axis'")
         .mark_text(align="right", baseline="top", dx=-4, opacity=0.75)
-        .encode(x=alt.value("width"), y=alt.value(42), text="words:N")
+        .encode(x=alt.value("width"), y=alt.value(96), text="words:N")
     )
     chart = alt.layer(
         base.mark_rule(color=GREEN, strokeDash=[6, 4], strokeWidth=2).encode(

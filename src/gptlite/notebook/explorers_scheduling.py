@@ -19,7 +19,10 @@ STEPS = 24  # decode steps that a lane by arithmetic shows after its prompt, at 
 def _lanes(base: alt.Chart, lanes: list[str], x_title: str) -> list[alt.Chart]:
     """Steps as blocks on a lane each: `begin` to `end`, coloured by `kind`; a line where running users get tokens."""
     x = alt.X(
-        "begin:Q", title=x_title, scale=alt.Scale(nice=False, zero=True), axis=alt.Axis(format=",~f", tickCount=6)
+        "begin:Q",
+        title=x_title,
+        scale=alt.Scale(nice=False, zero=True),
+        axis=alt.Axis(format=",~f", tickCount=5, labelOverlap=True),
     )
     y = alt.Y("lane:N", title=None, sort=lanes, scale=alt.Scale(domain=lanes, range=[96, 220], paddingInner=0.4))
     legend = alt.Legend(orient="top", title=None, columns=1, symbolType="square", labelLimit=260)
@@ -86,7 +89,7 @@ def stall_recorded(recording: Recording) -> Explorer:
     labels = alt.Chart(alt.Data(values=[{}])).transform_calculate(
         words=f"'chosen: ' + {names}[budget] + ' tokens a step'"
     )
-    chart = alt.layer(*_lanes(shown, ["whole prompt", "chosen budget"], "Time from the arrival of the prompt, ms"),
+    chart = alt.layer(*_lanes(shown, ["whole prompt", "chosen budget"], "Time since the prompt came, ms"),
                       *_texts([*lines, labels]))  # fmt: skip
     return Explorer(
         name="stall-recorded",
@@ -178,7 +181,7 @@ def stall_by_arithmetic(model: str = "Llama 3.1 8B", card: str = "H100 SXM") -> 
     return Explorer(
         name="stall-arithmetic",
         chart=alt.layer(
-            *_lanes(timed, ["whole prompt", "chunked"], "Time from the arrival of the prompt, ms"),
+            *_lanes(timed, ["whole prompt", "chunked"], "Time since the prompt came, ms"),
             *_texts([*lines, unhindered]),
         )
         .add_params(*controls)
