@@ -369,6 +369,17 @@ def test_a_hit_compares_tokens_parent_and_salt_not_only_the_hash():
     cache.check()
 
 
+def test_what_follows_a_collision_is_not_shared():
+    """Another text's block has the name already, so what comes after it would be found behind that text."""
+    cache = shared_pool()
+    cache.pool.index.hash_block = lambda parent, block: block[:8]
+    for name, text in (("a", [1, 2, 3, 4]), ("b", [1, 9, 9, 9, 6, 7, 8, 5])):
+        extend(MODEL, cache, {name: text})
+        cache.free(name)
+    assert cache.match(torch.tensor([1, 2, 3, 4, 6, 7, 8, 5])) == 4
+    cache.check()
+
+
 def test_salted_prompts_share_among_themselves_alone():
     cache = shared_pool()
     assert cache.begin("a", torch.tensor(TEXT), salt="x") == 0

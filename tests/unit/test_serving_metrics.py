@@ -147,3 +147,17 @@ def test_the_wall_clock_waits_and_its_parts_add_up() -> None:
     for step in engine.trace:
         assert step.end - step.start == pytest.approx(sum(step.parts.values()))
         assert min(step.parts.values()) >= 0
+
+
+@pytest.mark.parametrize("trace", [True, False])
+def test_a_traced_step_counts_what_the_device_still_computes_as_the_models(monkeypatch, trace: bool) -> None:
+    """A GPU that answers at once and is done 2 seconds later: a traced step waits for it before it samples."""
+    clock = StepClock(0)
+    monkeypatch.setattr("gptlite.serving.engine.synchronize", lambda device: clock.wait_until(clock.now() + 2))
+    engine = Engine(tiny(), DynamicCache(tiny()), 2, clock=clock, trace=trace)
+    engine.add(Request([1, 2], 3, GREEDY))
+    engine.run()
+    assert clock.now() == (6 if trace else 0)
+    assert not trace or all(
+        step.parts == {"schedule": 0, "prepare": 0, "model": 2, "sample": 0} for step in engine.trace
+    )

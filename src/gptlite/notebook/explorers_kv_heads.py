@@ -97,7 +97,7 @@ def bytes_against_loss(recordings: Sequence[Recording], model: str = "DeepSeek-V
     controls = [
         menu("stage", "Loss", ["before and after uptraining", "before", "after"], "before and after uptraining"),
         menu("start", "New weights", ["all", *(STARTS[start] for start in starts)], "all"),
-        slider("top", "Top of the loss axis, nats", 2.0, 1.5, 5.5, 0.1),
+        slider("top", "Top of the loss axis, nats", 1.9, 1.5, 5.5, 0.1),
         menu("known", "Known model", list(models), model),
         slider("context", "Its context, tokens", 8192, 1024, 131_072, 1024),
         slider("batch", "Its sequences", 16, 1, 256, 1),
