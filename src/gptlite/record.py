@@ -175,7 +175,7 @@ SWEEPS: dict[str, Sweep] = {}  # filled by the modules of gptlite.sweeps; ask `a
 def all_sweeps() -> dict[str, Sweep]:
     """Every sweep of the package, by name."""
     import_module("gptlite.sweeps")  # each of its modules registers its own
-    return SWEEPS
+    return dict(sorted(SWEEPS.items()))
 
 
 def sweep(name: str, about: str, **defaults: Any) -> Callable[[Callable[[Recording], Iterable[Step]]], Any]:

@@ -159,10 +159,15 @@ def seat_spans(trace: Sequence[StepRecord], seats: int) -> list[list[Any]]:
     return spans
 
 
-@sweep("seat-trace", "who sits on which seat in each step, under static and continuous batching; no times")
+@sweep(
+    "seat-trace",
+    "who sits on which seat in each step, under static and continuous batching; no times",
+    model="gptlite",
+    prompt="To be, or not to be, that is the question:\n",
+)
 def _batching_trace(recording: Recording) -> Iterator[Step]:
     params = recording.params
-    model, tokenizer = load("gptlite", params["device"], getattr(torch, params["dtype"]))
-    text = tokenizer.encode("To be, or not to be, that is the question:\n")
+    model, tokenizer = load(params["model"], params["device"], getattr(torch, params["dtype"]))
+    text = tokenizer.encode(params["prompt"])
     recording.data["traces"] = [seat_trace(model, text, policy, load) for load in LOADS for policy in POLICIES]
     return iter(())
