@@ -76,10 +76,10 @@ def measured() -> Recording:
 @pytest.mark.parametrize(
     ("what", "times", "best"),
     [
-        (0, 1, "at most 1 at once: 100 token/s, 10 ms"),
-        (0, 3, "at most 4 at once: 300 token/s, 30 ms"),
-        (0, 20, "at most 8 at once: 400 token/s, 40 ms"),
-        (2, 1, "at most 8 at once: 400 token/s, 100 ms"),
+        (0, 1, "at most 1: 100 token/s, 10 ms"),
+        (0, 3, "at most 4: 300 token/s, 30 ms"),
+        (0, 20, "at most 8: 400 token/s, 40 ms"),
+        (2, 1, "at most 8: 400 token/s, 100 ms"),
     ],
 )
 def test_the_ring_marks_the_highest_throughput_within_the_limit(what: int, times: float, best: str) -> None:

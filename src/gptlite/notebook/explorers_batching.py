@@ -86,11 +86,15 @@ def seat_timeline(recording: Recording) -> Explorer:
         alt.Chart(alt.NamedData("ends"))
         .transform_filter(here)
         .transform_calculate(at="min(step, length(datum.given))")
-        .transform_calculate(**{name: f"datum.{name}[datum.at - 1]" for name in ("given", "waiting", "finished")})
+        # under names of their own: a moved slider computes them again from the lists
+        .transform_calculate(
+            **{f"{name}_now": f"datum.{name}[datum.at - 1]" for name in ("given", "waiting", "finished")}
+        )
     )
     lines = (
-        f"datum.given + ' tokens given out, on ' + format(datum.given / datum.at / {n_seats}, '.0%') + ' of the seats'",
-        f"datum.finished + ' of {n_requests} requests finished, ' + datum.waiting + ' waiting'",
+        "datum.given_now + ' tokens given out, on '"
+        f" + format(datum.given_now / datum.at / {n_seats}, '.0%') + ' of the seats'",
+        f"datum.finished_now + ' of {n_requests} requests finished, ' + datum.waiting_now + ' waiting'",
     )
     texts = [
         now.transform_calculate(words=line)
@@ -181,7 +185,7 @@ def serving_tradeoff(recordings: Sequence[Recording]) -> Explorer:
         .transform_window(rank="row_number()", sort=[alt.SortField("throughput", order="descending")])
         .transform_filter("datum.rank == 1")
         .transform_calculate(
-            words="'at most ' + datum.batch + ' at once: ' + format(datum.throughput, ',.3~r') + ' token/s, '"
+            words="'at most ' + datum.batch + ': ' + format(datum.throughput, ',.3~r') + ' token/s, '"
             " + format(datum.latency, ',.3~r') + ' ms'"
         )
     )
