@@ -8,6 +8,8 @@ import nbformat
 import pytest
 import torch
 import vl_convert
+from drawn import PLOT
+from drawn import marks as drawn_marks
 from playwright.sync_api import sync_playwright
 
 from gptlite.arithmetic import ModelShape, decode_costs, total
@@ -18,7 +20,6 @@ from gptlite.notebook.explorers import SHOWN, front_page, next_character
 from gptlite.sampling import SamplingParams, probabilities
 
 CHARS = "\n !',.abcdefghijklmnopqrstuvwxyz"
-PLOT = 1000  # px, width of the plot in which lengths are read
 
 
 def recorded(*rows):
@@ -38,19 +39,7 @@ def marks(explorer, kind, layer="layer", **values):
         if param["name"] in values:
             param["value"] = values.pop(param["name"])
     assert not values, f"no such control: {values}"
-    found = []
-
-    def walk(node):
-        if isinstance(node, dict):
-            if node.get("marktype") == kind and (node.get("name") or "").startswith(layer):
-                found.extend(node["items"])
-            node = list(node.values())
-        if isinstance(node, list):
-            for child in node:
-                walk(child)
-
-    walk(vl_convert.vegalite_to_scenegraph(spec))
-    return found
+    return drawn_marks(vl_convert.vegalite_to_scenegraph(spec), kind, layer)
 
 
 def drawn(explorer, **values):
