@@ -58,6 +58,30 @@ def test_every_slider_has_a_label_and_moves_its_chart_by_keyboard(name: str, sit
     assert not visit.elsewhere
 
 
+@pytest.mark.parametrize("name", PAGES)
+def test_every_choice_of_a_menu_draws_its_chart(name: str, site: Site, visit: Visit) -> None:
+    open_explorer(visit, site, name)
+    odd = visit.page.evaluate(
+        """async () => {
+            const odd = [];
+            for (const figure of document.querySelectorAll("figure.gptlite-explorer")) {
+                for (const menu of figure.querySelectorAll(".gptlite-controls select")) {
+                    for (let i = 0; i < menu.options.length; i++) {
+                        menu.selectedIndex = i;
+                        menu.dispatchEvent(new Event("change", { bubbles: true }));
+                        await figure.view.runAsync();
+                        for (const text of figure.querySelectorAll(".gptlite-chart svg text"))
+                            if (/NaN|undefined/.test(text.textContent)) odd.push(text.textContent);
+                    }
+                }
+            }
+            return odd;
+        }"""
+    )
+    assert not odd
+    assert not [complaint for complaint in visit.complaints if not complaint.startswith("warning")]
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("name", PAGES)
 def test_a_moved_slider_is_answered_in_a_tenth_of_a_second(name: str, theme: str, site: Site, visit: Visit) -> None:
