@@ -162,9 +162,9 @@ LAYERS = [
         "hardware",
     },
     {"generate", "checkpoint", "cache.offload", "cache.reuse"},
-    {"measure", "writes", "fast", "export", "serving", "semantic"},
-    {"train", "record", "sweeps", "variants"},
-    {"cli", "cli_convert", "notebook"},
+    {"measure", "writes", "fast", "export", "layers", "serving", "semantic"},
+    {"train", "record", "sweeps", "variants", "quantize", "compress", "speculative", "cache.quantized"},
+    {"cli", "cli_convert", "cli_quantize", "cli_distill", "cli_compress", "cli_heads", "notebook"},
 ]
 
 

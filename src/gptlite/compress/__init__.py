@@ -1,0 +1,1 @@
+"""Smaller models: distillation and pruning."""

@@ -1,0 +1,1 @@
+"""Fewer bits: number formats, quantised weights, and models trained for them."""

@@ -1,0 +1,1 @@
+"""More than one token per step: drafters, and the check that keeps the target's distribution."""
