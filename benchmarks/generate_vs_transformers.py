@@ -28,7 +28,7 @@ import gptlite
 from gptlite.cache.dense import DynamicCache, StaticCache
 from gptlite.config import preset
 from gptlite.export import opt_config, opt_weights
-from gptlite.fast import order_weights
+from gptlite.fast import pack
 from gptlite.hardware import machine
 from gptlite.measure import synchronize
 from gptlite.record import random_model
@@ -53,7 +53,7 @@ def engines(
     """Each engine as a call that returns the prompt and n_new greedy tokens [B, n + n_new]."""
     B, n = prompt.shape
 
-    ordered = order_weights(copy.deepcopy(model))
+    packed = pack(copy.deepcopy(model))
 
     def ours(
         make_cache: Callable[[], DynamicCache | StaticCache], model: gptlite.GPTlite = model
@@ -69,7 +69,7 @@ def engines(
         PEER: theirs(),
         "transformers generate, static cache": theirs(cache_implementation="static", disable_compile=True),
         OURS: ours(lambda: StaticCache(model, B, n + n_new)),
-        f"{OURS}, ordered weights": ours(lambda: StaticCache(model, B, n + n_new), ordered),
+        f"{OURS}, packed weights": ours(lambda: StaticCache(model, B, n + n_new), packed),
         "gptlite dynamic cache": ours(lambda: DynamicCache(model)),
     }
 

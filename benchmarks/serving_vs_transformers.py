@@ -7,8 +7,7 @@ Runs alternate, so that a change in the machine's load meets all of them, and ra
 are compared in the same run: where two engines differ, their two tokens must be as good as equal in the plain model's
 logits, and otherwise nothing is reported.
 
-One more row has the weights of wide layers stored column by column (`gptlite.fast.order_weights`); all other rows of
-both packages leave them as they were loaded.
+One more row has packed weights (`gptlite.fast.pack`); all other rows of both packages leave them as they were loaded.
 
 Processor seconds stand beside the clock's: on a machine that does other work too, `--threads 1` and the processor's
 seconds say more.
@@ -36,7 +35,7 @@ import gptlite
 from gptlite.cache.dense import StaticCache
 from gptlite.cache.paged import PagedCache
 from gptlite.export import opt_config, opt_weights
-from gptlite.fast import order_weights
+from gptlite.fast import pack
 from gptlite.hardware import machine
 from gptlite.sampling import GREEDY
 from gptlite.serving.arrivals import mixed_requests
@@ -54,7 +53,7 @@ overheads: list[float] = []
 def ours(model: gptlite.GPTlite, requests: list[Request], max_batch: int, kind: str) -> Tokens:
     """New tokens of each request by our engine."""
     longest = max(len(request.prompt) + request.n_new for request in requests)
-    if kind in ("paged", "ordered"):
+    if kind in ("paged", "packed"):
         cache: Any = PagedCache(model, max_batch * -(-longest // 16), 16)
     else:
         cache = StaticCache(model, max_batch, longest)
@@ -139,7 +138,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     PagedAttentionCache.get_seq_length = lambda self, layer_idx=0: 0  # see above
     model, tokenizer = gptlite.load("gptlite")
-    ordered = order_weights(gptlite.load("gptlite")[0])
+    packed = pack(gptlite.load("gptlite")[0])
     peer = OPTForCausalLM(OPTConfig(**opt_config(model) | {"eos_token_id": None, "pad_token_id": 0})).eval()
     peer.load_state_dict(opt_weights(model), strict=True)
     peer.generation_config.eos_token_id = None  # every answer has its full length
@@ -158,7 +157,7 @@ def main() -> None:
 
     runs: dict[str, Callable[[], tuple[Tokens, float, float]]] = {
         OURS: timed(lambda: ours(model, requests, args.batch, "paged")),
-        "gptlite engine, ordered weights": timed(lambda: ours(ordered, requests, args.batch, "ordered")),
+        "gptlite engine, packed weights": timed(lambda: ours(packed, requests, args.batch, "packed")),
         "gptlite engine, dense cache": timed(lambda: ours(model, requests, args.batch, "dense")),
         "gptlite static": timed(lambda: ours(model, requests, args.batch, "static")),
         STATIC: timed(lambda: static(peer, requests, args.batch)),

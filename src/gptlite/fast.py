@@ -1,25 +1,115 @@
-"""What makes the same decode step faster without changing what it computes; applied last, on purpose."""
+"""What makes the same step faster without changing what it computes; applied last, on purpose."""
 
 from __future__ import annotations
 
-from torch import nn
+import copy
+from typing import Any
 
-from gptlite.model import GPTlite
+import torch
+from torch import Tensor, nn
+
+from gptlite.layers import linear_layers, replace_linear
+from gptlite.model import GPTlite, MultiHeadAttention
+
+# a smaller layer is quicker unpacked: calling the packed kernel takes longer than it saves
+MIN_WEIGHTS = 2**17
 
 
-def order_weights(model: GPTlite) -> GPTlite:
-    """Stores the weights of wide linear layers column by column, for decoding on a CPU.
+class PackedLinear(nn.Module):
+    """Linear layers that read the same input, as one, with the weight in the blocked order of oneDNN's kernels.
 
-    At batch 1 a linear layer is a matrix-vector product, whose time is that of reading its weight. With rows in one
-    piece, each output is a sum over a short row; with columns in one piece, a column is added to all outputs at
-    once, which reads memory in longer runs where outputs outnumber inputs. Shapes, names and values stay as they
-    are; only sums are rounded in another order. At larger batches the gain goes, and some layers become slower.
+    At batch 1 a linear layer takes as long as reading its weight, and a general product reads rows of it in an order
+    that the processor's prefetching serves badly. Packed, the weight lies in memory in the order in which the kernel
+    wants it, for one token and for many. Only sums are rounded in another order.
 
     Args:
-        model: changed in place; its old weights are dropped, so memory does not grow.
-    Returns: the model.
+        layers: linear layers with the same number of inputs, in fp32 on a CPU; their outputs follow one another.
+    Raises: ValueError when this build of torch has no oneDNN, or a layer is not in fp32 on a CPU.
     """
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and module.out_features >= module.in_features:
-            module.weight.data = module.weight.data.t().contiguous().t()  # [out, in], strides (1, out)
-    return model
+
+    def __init__(self, *layers: nn.Linear) -> None:
+        super().__init__()
+        for layer in layers:
+            check_packable(layer)
+        self.in_features = layers[0].in_features
+        self.sizes = [layer.out_features for layer in layers]
+        self.out_features = sum(self.sizes)
+        weight = torch.cat([layer.weight.detach() for layer in layers])  # [out, in]
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)  # the same numbers, in blocks
+        biases = [layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
+        self.bias = torch.cat([bias.detach() for bias in biases])  # [out]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out], fp32."""
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        raise ValueError("packed weights are not saved: save the model before it is packed")
+
+
+class PackedAttention(MultiHeadAttention):
+    """Multi-head attention whose queries, keys and values come from one product."""
+
+    qkv_proj: PackedLinear
+    shape: tuple[int, int, int]
+
+    @property
+    def kv_shape(self) -> tuple[int, int, int]:
+        return self.shape
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        q, k, v = self.qkv_proj(x).split(self.qkv_proj.sizes, dim=-1)
+        G, D, Dv = self.shape
+        return q.unflatten(-1, (-1, D)), k.unflatten(-1, (G, D)), v.unflatten(-1, (G, Dv))
+
+
+def check_packable(layer: nn.Linear) -> None:
+    """Raises: ValueError with the reason when `PackedLinear` cannot take the layer."""
+    if not torch.backends.mkldnn.is_available():
+        raise ValueError("this build of torch has no oneDNN, whose kernels read packed weights")
+    if type(layer) is not nn.Linear:
+        raise ValueError(f"a {type(layer).__name__} cannot be packed, only a plain Linear")
+    if layer.weight.device.type != "cpu" or layer.weight.dtype != torch.float32:
+        found = f"{layer.weight.dtype} on {layer.weight.device.type}"
+        raise ValueError(f"a layer in {found} cannot be packed, it must be torch.float32 on cpu")
+
+
+def pack(model: GPTlite) -> GPTlite:
+    """Packs the weights of all large linear layers, for inference on a CPU; queries, keys and values become one layer.
+
+    Convert, quantise and swap before: what replaced a linear layer stays as it is. The packed model can be neither
+    trained nor saved.
+
+    Args:
+        model: in fp32 on a CPU; changed in place, and its old weights are dropped, so memory does not grow.
+    Returns: the model, in eval mode.
+    Raises: ValueError when this build of torch has no oneDNN, or the model is not in fp32 on a CPU.
+    """
+    for layer in linear_layers(model, head=True).values():
+        if type(layer) is nn.Linear:
+            check_packable(layer)
+    for block in model.blocks:
+        block.mha = _fused(block.mha)
+    return replace_linear(model.eval(), _packed, head=True)
+
+
+def _packed(name: str, layer: nn.Module) -> nn.Module:
+    large = type(layer) is nn.Linear and layer.weight.numel() >= MIN_WEIGHTS
+    return PackedLinear(layer) if large else layer  # type: ignore[arg-type]
+
+
+def _fused(mha: MultiHeadAttention) -> MultiHeadAttention:
+    """The same attention with one layer for queries, keys and values, where they are plain linear layers."""
+    names = ("query_proj", "key_proj", "value_proj")
+    layers = [layer for name in names if type(layer := getattr(mha, name, None)) is nn.Linear]
+    if type(mha).project is not MultiHeadAttention.project or len(layers) < len(names):
+        return mha
+    if sum(layer.weight.numel() for layer in layers) < MIN_WEIGHTS:
+        return mha
+    shape = mha.kv_shape
+    new: Any = copy.copy(mha)
+    new._modules = {name: part for name, part in mha._modules.items() if name not in names}
+    # its own `mix` and `mask` stay
+    new.__class__ = type(f"Packed{type(mha).__name__}", (PackedAttention, type(mha)), {})
+    new.shape, new.qkv_proj = shape, PackedLinear(*layers)
+    return new

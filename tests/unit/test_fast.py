@@ -1,30 +1,150 @@
-"""A faster layout computes the same."""
+"""Packed weights compute the same: with every cache, with grouped heads, and for one token as for many."""
 
+import copy
+
+import pytest
 import torch
+from torch import nn
 
+import gptlite
+from gptlite.cache.dense import DynamicCache, StaticCache
+from gptlite.cache.paged import PagedCache
+from gptlite.checkpoint import save_checkpoint
 from gptlite.config import GPTConfig
-from gptlite.fast import order_weights
+from gptlite.data import CharTokenizer
+from gptlite.fast import MIN_WEIGHTS, PackedAttention, PackedLinear, pack
 from gptlite.model import GPTlite
+from gptlite.sampling import GREEDY
+from gptlite.variants.mla import to_latent
+from gptlite.variants.swap import swap_attention
+
+LARGE = {"d_model": 200, "n_heads": 6, "d_head": 40}  # widths that no block size divides
 
 
-def test_ordered_weights_keep_names_shapes_values_and_logits() -> None:
+def make(**changes: int) -> GPTlite:
     torch.manual_seed(0)
-    model = GPTlite(GPTConfig(50, 32, n_layers=2, d_model=24, n_heads=4, d_head=8, n_kv_heads=2)).eval()
+    return GPTlite(GPTConfig(50, 32, n_layers=2, **{**LARGE, "n_kv_heads": 3, **changes})).eval()
+
+
+@pytest.fixture
+def model() -> GPTlite:
+    return make(n_kv_heads=6, d_ff=800)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, 5, 16, 130])
+def test_a_packed_layer_equals_its_layers_one_after_the_other(n_tokens: int) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(37, 19), nn.Linear(37, 5, bias=False), nn.Linear(37, 64)]
+    x = torch.randn(n_tokens, 37)
+    expected = torch.cat([layer(x) for layer in layers], dim=-1)
+    packed = PackedLinear(*layers)
+    assert (packed.in_features, packed.out_features, packed.sizes) == (37, 88, [19, 5, 64])
+    # sums of 37 products of size 1, rounded in another order
+    torch.testing.assert_close(packed(x), expected, rtol=0, atol=1e-5)
+
+
+def test_a_packed_layer_keeps_leading_dimensions() -> None:
+    layer, x = nn.Linear(8, 3), torch.randn(2, 4, 8)
+    torch.testing.assert_close(PackedLinear(layer)(x), layer(x), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("n_kv_heads", [1, 3, 6])
+def test_a_packed_model_gives_the_same_logits(n_kv_heads: int) -> None:
+    model = make(n_kv_heads=n_kv_heads, d_ff=800)
+    tokens = torch.randint(50, (3, 20))
+    expected, shapes = model(tokens), [block.mha.kv_shape for block in model.blocks]
+    assert pack(model) is model
+    assert [block.mha.kv_shape for block in model.blocks] == shapes
+    assert sum(isinstance(module, PackedLinear) for module in model.modules()) >= 2 * 2
+    torch.testing.assert_close(model(tokens), expected, rtol=0, atol=1e-5)
+
+
+def test_the_trained_model_packed_gives_the_same_logits() -> None:
+    model, tokenizer = gptlite.load("gptlite")
+    tokens = tokenizer.encode("KING HENRY:\nNow, sir, what make you here?")[None]
+    expected = model(tokens)
+    packed = pack(copy.deepcopy(model))
+    assert all(isinstance(block.mha, PackedAttention) for block in packed.blocks)
+    # logits up to 28: a unit in the last place is 2e-6, and either way of rounding is as right as the other
+    torch.testing.assert_close(packed(tokens), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("make_cache", [DynamicCache, lambda m: StaticCache(m, 2, 30), lambda m: PagedCache(m, 40)])
+def test_a_packed_model_generates_with_every_cache(model: GPTlite, make_cache) -> None:
+    prompt = torch.randint(50, (2, 7))
+    expected = gptlite.generate(model, prompt, 20, GREEDY)
+    packed = pack(model)
+    assert torch.equal(gptlite.generate(packed, prompt, 20, GREEDY, make_cache(packed)), expected)
+
+
+def test_a_window_and_a_variants_own_mix_stay(model: GPTlite) -> None:
+    class Doubled(type(model.blocks[0].mha)):  # type: ignore[misc]
+        def mix(self, q, k, v, q_pos, k_pos, mask):
+            return 2 * super().mix(q, k, v, q_pos, k_pos, mask)
+
+    for block in model.blocks:
+        block.mha.__class__, block.mha.window = Doubled, 4
+    tokens = torch.randint(50, (2, 12))
+    expected = model(tokens)
+    torch.testing.assert_close(pack(model)(tokens), expected, rtol=0, atol=1e-5)
+    assert all(isinstance(block.mha, PackedAttention) and block.mha.window == 4 for block in model.blocks)
+
+
+def test_an_attention_with_a_projection_of_its_own_keeps_it(model: GPTlite) -> None:
+    class Halved(type(model.blocks[0].mha)):  # type: ignore[misc]
+        def project(self, x):
+            q, k, v = super().project(x)
+            return q / 2, k, v
+
+    for block in model.blocks:
+        block.mha.__class__ = Halved
+    tokens = torch.randint(50, (2, 12))
+    expected = model(tokens)
+    torch.testing.assert_close(pack(model)(tokens), expected, rtol=0, atol=1e-5)
+    assert all(type(block.mha) is Halved for block in model.blocks)
+
+
+def test_small_layers_and_other_projections_stay_as_they_are() -> None:
+    small = pack(make(d_model=24, n_heads=4, d_head=8, n_kv_heads=2))
+    assert not any(isinstance(module, PackedLinear) for module in small.modules())
+    latent = to_latent(make(n_kv_heads=6), 100)
     tokens = torch.randint(50, (2, 9))
-    before, logits = {name: t.clone() for name, t in model.state_dict().items()}, model(tokens)
-    assert order_weights(model) is model
-    after = model.state_dict()
-    assert list(after) == list(before)
-    for name, tensor in before.items():
-        assert torch.equal(after[name], tensor), name
-    # the sums are rounded in another order, so a few units of fp32 are allowed
-    torch.testing.assert_close(model(tokens), logits, rtol=0, atol=1e-6)
+    expected, kinds = latent(tokens), [type(block.mha) for block in latent.blocks]
+    torch.testing.assert_close(pack(latent)(tokens), expected, rtol=0, atol=1e-5)
+    assert [type(block.mha) for block in latent.blocks] == kinds
+    assert latent.blocks[0].ffwd.net[0].in_features * latent.blocks[0].ffwd.net[0].out_features >= MIN_WEIGHTS
+    assert isinstance(latent.blocks[0].ffwd.net[0], PackedLinear)
 
 
-def test_only_wide_layers_are_stored_by_columns() -> None:
-    model = order_weights(GPTlite(GPTConfig(50, 32, n_layers=1, d_model=24, n_heads=4, d_head=8, n_kv_heads=2)))
-    block = model.blocks[0]
-    for wide in (model.fc_out, block.ffwd.net[0], block.mha.query_proj):
-        assert wide.weight.stride() == (1, wide.out_features)
-    for narrow in (block.ffwd.net[2], block.mha.key_proj, block.mha.out_proj):
-        assert narrow.weight.is_contiguous()
+def test_packed_weights_take_no_more_memory_and_leave_the_parameters(model: GPTlite) -> None:
+    before = model.n_params
+    pack(model)
+    weights = sum(m.in_features * m.out_features + len(m.bias) for m in model.modules() if isinstance(m, PackedLinear))
+    assert model.n_params == before - weights
+
+
+def test_a_packed_model_is_not_saved(model: GPTlite, tmp_path) -> None:
+    with pytest.raises(ValueError, match="packed weights are not saved"):
+        save_checkpoint(tmp_path / "packed.safetensors", pack(model), CharTokenizer("".join(map(chr, range(40, 90)))))
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_packed_is_refused_and_stays_whole(model: GPTlite, monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = copy.deepcopy(model).double()
+    with pytest.raises(ValueError, match=r"a layer in torch\.float64 on cpu cannot be packed"):
+        pack(wide)
+    assert not any(isinstance(module, PackedLinear) for module in wide.modules())
+    with pytest.raises(ValueError, match="a Identity cannot be packed"):
+        PackedLinear(nn.Identity())  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="has no oneDNN"):
+        pack(model)
+
+
+def test_packing_after_a_swap_keeps_the_swapped_attention(model: GPTlite) -> None:
+    swap_attention(model, lambda mha: mha)
+    model.fc_out = nn.Linear(200, MIN_WEIGHTS // 200 + 1)
+    assert all(isinstance(block.mha, PackedAttention) for block in pack(model).blocks)
+    # packing twice changes nothing more, also where the head is packed
+    kinds = [type(block.mha) for block in model.blocks]
+    assert [type(block.mha) for block in pack(model).blocks] == kinds
