@@ -10,7 +10,7 @@ PORT ?= 8000
 
 .DEFAULT_GOAL := help
 .PHONY: help book test test-fast lint unit oracles-test bad-input-test notebooks-test site-test execute explorers serve \
-        repository setup clean
+        repository setup clean mutation colab colab-test links publish
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -74,6 +74,15 @@ site-test: $(VENV)/.test ## build the book and test it in a browser
 execute: $(VENV)/.test ## run every chapter and store its outputs (NOTEBOOKS="chapters/01_gptlite.ipynb" for one)
 	@$(PYTHON) tools/execute.py $(NOTEBOOKS)
 
+mutation: $(VENV)/.test ## break the package line by line and see that a test notices (long)
+	@$(PYTHON) tests/mutation/run.py
+
+colab: $(VENV)/.book ## write the chapters for Colab, in plain Markdown, into _build/colab
+	@$(PYTHON) tools/colab.py _build/colab
+
+colab-test: $(VENV)/.test ## run every chapter in an environment like Colab's (long; CHAPTERS="01 08" for some)
+	@$(PYTHON) tools/colab_test.py $(CHAPTERS)
+
 explorers: $(VENV)/.test ## write the charts of the pages that are no notebooks
 	@$(PYTHON) tools/explorers.py
 
@@ -81,6 +90,13 @@ serve: ## show the built book on http://127.0.0.1:8000 (PORT=... for another por
 	@test -f _build/html/index.html || { echo "Build it first: make book" >&2; exit 1; }
 	@echo "http://127.0.0.1:$(PORT)/ (stop with Ctrl-C)"
 	@$(PYTHON) -m http.server --bind 127.0.0.1 --directory _build/html $(PORT)
+
+links: $(VENV)/.book ## check every link of the built book, those to elsewhere too
+	@$(PYTHON) tools/links.py --outside
+
+publish: $(PYTHON) ## copy the built book to where it is served: make publish DEST=folder, or DEST=host:folder
+	@test -n "$(DEST)" || { echo "Say where to: make publish DEST=folder, or DEST=host:folder" >&2; exit 2; }
+	@$(PYTHON) tools/publish.py "$(DEST)"
 
 repository: $(PYTHON) ## set the repository's address everywhere: make repository REPO=owner/name
 	@$(PYTHON) tools/set_repository.py $(REPO)

@@ -83,3 +83,14 @@ class Text:
 
 
 Control = Slider | Menu | Text
+
+
+def live_view(box: widgets.DOMWidget) -> dict[str, Any]:
+    """The live form of a widget among the forms of an output. ipywidgets 7, which is Colab's, has no bundle to ask for.
+
+    Args:
+        box: the widget.
+    Returns: the form by its MIME type.
+    """
+    view = {"version_major": 2, "version_minor": 0, "model_id": box.model_id}
+    return {"application/vnd.jupyter.widget-view+json": view}

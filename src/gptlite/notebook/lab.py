@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 
 import gptlite
 from gptlite import hardware
-from gptlite.notebook.controls import Control
+from gptlite.notebook.controls import Control, live_view
 from gptlite.notebook.style import STYLE, new_figure, to_svg
 from gptlite.notebook.tables import Table
 from gptlite.progress import Progress, clock
@@ -282,9 +282,7 @@ class Lab:
         )
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        view = self.box._repr_mimebundle_() or {}
-        live = {key: value for key, value in view.items() if key.endswith("widget-view+json")}
-        return {**live, "text/html": self._repr_html_(), "text/plain": repr(self)}
+        return {**live_view(self.box), "text/html": self._repr_html_(), "text/plain": repr(self)}
 
 
 class _Bar(Progress):

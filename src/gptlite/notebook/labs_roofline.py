@@ -25,7 +25,7 @@ from gptlite.arithmetic import (
 )
 from gptlite.config import preset
 from gptlite.hardware import gpu, gpus
-from gptlite.notebook.controls import Control, Menu, Slider, Text
+from gptlite.notebook.controls import Control, Menu, Slider, Text, live_view
 from gptlite.notebook.explorers_roofline import measured_roof, step_in_words
 from gptlite.notebook.lab import LIVE, Lab
 from gptlite.notebook.tables import Table
@@ -214,11 +214,9 @@ class ModelBox:
         return repr(self.table())
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        view = self.box._repr_mimebundle_() or {}
-        live = {key: value for key, value in view.items() if key.endswith("widget-view+json")}
         note = f'<p class="gptlite-lab-note">{html.escape(LIVE)}</p>'
         return {
-            **live,
+            **live_view(self.box),
             "text/html": f'<section class="gptlite-lab" aria-label="Any model">{note}{self._table.value}</section>',
             "text/plain": repr(self),
         }
