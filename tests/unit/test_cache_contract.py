@@ -11,13 +11,19 @@ from gptlite.cache.block_store import BlockStore
 from gptlite.cache.contract import Cache
 from gptlite.cache.dense import DynamicCache, RingCache, StaticCache
 from gptlite.cache.paged import PagedCache
+from gptlite.cache.quantized import QuantizedCache
+from gptlite.cache.quantized_paged import QuantizedPagedCache
 from gptlite.cache.radix import RadixStore
 from gptlite.cache.reuse import PrefixCache
 from gptlite.config import GPTConfig
 from gptlite.model import GPTlite
+from gptlite.quantize.kv import KVFormat, Recipe, Rule
 from gptlite.variants.mla import to_latent
 
 CONTEXT, VOCAB, MAX_CHUNK = 48, 23, 6
+
+# the books of the quantised caches, with codes that round nothing; what rounds has a contract test of its own
+UNROUNDED = Recipe(KVFormat("plain"), KVFormat("plain"), Rule(0, 4), Rule(5, 1))
 
 # a new cache joins by its line here: (window of the model or None, how to make it)
 CACHES = {
@@ -32,10 +38,18 @@ CACHES = {
     "paged, window, a page a split": (5, lambda model, n: PagedCache(model, 64, 4, pages_per_split=1)),
     "paged, tiny blocks": (None, lambda model, n: PagedCache(model, 128, 3, pages_per_split=2)),
     "paged, prefix caching": (None, lambda model, n: PagedCache(model, 128, 3, True, pages_per_split=2)),
+    "quantized, unrounded": (None, lambda model, n: QuantizedCache(model, UNROUNDED, tile=5)),
+    "quantized, unrounded, window": (5, lambda model, n: QuantizedCache(model, UNROUNDED)),
+    "quantized pool, unrounded": (
+        None,
+        lambda model, n: QuantizedPagedCache(model, UNROUNDED, 64, 60, 3, chunk=8, pages_per_split=2),
+    ),
+    "quantized pool, unrounded, window": (5, lambda model, n: QuantizedPagedCache(model, UNROUNDED, 64, 60, 2, 8)),
 }
 
 # and those that are tried once more on a model with latent attention, whose keys hold the values too
 LATENT = ("dynamic", "static", "ring", "prefix, blocks", "paged", "paged, tiny blocks")
+LATENT += ("quantized, unrounded", "quantized pool, unrounded")
 
 
 def make_model(window: int | None = None, dtype: torch.dtype = torch.float64) -> GPTlite:
