@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, nn
 
 from gptlite.checkpoint import load_checkpoint, save_checkpoint, write_atomically
 from gptlite.config import GPTConfig
@@ -85,6 +85,36 @@ class TrainSettings:
         return min(rise, fall)
 
 
+class Objective:
+    """What a step of training minimises: the loss of the text, or the divergence from a teacher's distribution.
+
+    A technique overrides `draw` when it learns from something else than the text, `loss` when it minimises something
+    else, and `describe` so that a saved state is not taken for that of another run. Both may depend on the model and
+    the step alone: random numbers come from torch's global generator, which is seeded before each step.
+
+    Args:
+        teacher: learn its distribution (KL divergence per token) {cite}`hinton2015distilling`; it is put into eval
+            mode. None learns the text.
+    """
+
+    along: nn.Module | None = None  # trained along with the model, and saved with its state
+
+    def __init__(self, teacher: GPTlite | None = None) -> None:
+        self.teacher = None if teacher is None else teacher.eval()
+
+    def draw(self, model: GPTlite, tokens: Tensor, step: int, settings: TrainSettings) -> tuple[Tensor, ...]:
+        """The batch of a step: what `loss` takes after the model; here inputs [B, S] and targets [B, S]."""
+        return training_batch(tokens, step, settings.batch_size, model.context_length, settings.seed)
+
+    def loss(self, model: GPTlite, x: Tensor, y: Tensor) -> Tensor:
+        """The loss of one batch, a scalar with a gradient for the model and what trains along with it."""
+        return loss_of(model(x), y, None if self.teacher is None else teacher_logits(self.teacher, x))
+
+    def describe(self) -> dict[str, Any]:
+        """What tells this objective from others, ready for JSON."""
+        return {"teacher": None if self.teacher is None else weights_sha256(self.teacher)}
+
+
 def train(
     config: GPTConfig,
     corpus: Corpus,
@@ -95,6 +125,7 @@ def train(
     resume: bool = True,
     device: torch.device | str = "cpu",
     on_step: Callable[[int, float], None] | None = None,
+    objective: Objective | None = None,
 ) -> dict[str, Any]:
     """Trains a model on the corpus and writes the checkpoint and its card.
 
@@ -108,9 +139,13 @@ def train(
         teacher: learn its distribution (KL divergence per token) instead of the text {cite}`hinton2015distilling`.
         resume: go on from the saved state, if there is one; False begins anew.
         on_step: called after each step with the number of steps done and the step's loss, in nats per token.
+        objective: what is minimised instead of the text's or the teacher's loss; it brings its own teacher.
     Returns: the card: command, corpus hash, steps, device, loss curve and validation loss in nats per token.
-    Raises: ValueError when the saved state is of another run, or a file cannot be read or written.
+    Raises: ValueError when the saved state is of another run, a file cannot be read or written, or both a teacher and
+        an objective are given.
     """
+    if objective is not None and teacher is not None:
+        raise ValueError("a teacher and an objective are given: the objective brings its own teacher")
     out = Path(out)
     if out.suffix != ".safetensors":
         raise ValueError(f"{out} must end in .safetensors")
@@ -119,29 +154,33 @@ def train(
     tokens = tokenizer.encode(corpus.train)
     torch.manual_seed(settings.seed)
     model = GPTlite(config).to(device).train()
-    optimizers = make_optimizers(model, settings)
+    goal = objective or Objective(teacher)
+    along = None if goal.along is None else goal.along.to(device).train()
+    optimizers = make_optimizers(model, settings, along)
     state_path = out.with_suffix(".state.safetensors")
     run = {"config": config.to_dict(), "corpus": corpus.sha256, "settings": asdict(settings), "teacher": None}
     if teacher is not None:
         if teacher.token_embedding.num_embeddings != config.vocab_size:
             have = teacher.token_embedding.num_embeddings
             raise ValueError(f"the teacher has a vocabulary of {have}, the corpus has {config.vocab_size} characters")
-        teacher.eval()
         run["teacher"] = weights_sha256(teacher)
+    if objective is not None:
+        run["objective"] = objective.describe()
     step = 0
     curve: list[list[float]] = []
     if resume and state_path.exists():
-        step, curve = load_state(state_path, run, model, optimizers)
+        step, curve = load_state(state_path, run, model, optimizers, along)
     recent: list[float] = []
     while step < settings.steps:
-        batch = training_batch(tokens, step, settings.batch_size, config.context_length, settings.seed)
-        x, y = (part.to(device) for part in batch)  # [B, S]
         # dropout too depends on the step alone, so that a resumed run is the same run
         torch.manual_seed(settings.seed * 1_000_003 + step)
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
-            loss = loss_of(model(x), y, None if teacher is None else teacher_logits(teacher, x))
+        with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=settings.precision == "bf16"):
+            batch = goal.draw(model, tokens, step, settings)
+            loss = goal.loss(model, *(part.to(device) for part in batch))
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for trained in (model, along):
+            if trained is not None:
+                torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * settings.rate(step)
@@ -153,7 +192,7 @@ def train(
         if step % settings.save_every == 0 or step == settings.steps:
             curve.append([step, round(sum(recent) / len(recent), 4)])
             recent = []
-            save_state(state_path, run, model, optimizers, step, curve)
+            save_state(state_path, run, model, optimizers, step, curve, along)
         if on_step:
             on_step(step, value)
     save_checkpoint(out, model, tokenizer)
@@ -208,11 +247,13 @@ def weights_sha256(model: GPTlite) -> str:
     return digest.hexdigest()
 
 
-def make_optimizers(model: GPTlite, settings: TrainSettings) -> list[torch.optim.Optimizer]:
-    """The optimizers of a run; each group remembers its peak learning rate."""
-    inside = {name: p.dim() == 2 and name.startswith("blocks.") for name, p in model.named_parameters()}
-    matrices = [p for name, p in model.named_parameters() if inside[name]]
-    others = [p for name, p in model.named_parameters() if not inside[name]]
+def make_optimizers(
+    model: GPTlite, settings: TrainSettings, along: nn.Module | None = None
+) -> list[torch.optim.Optimizer]:
+    """The optimizers of a run, for a model and what trains along with it; each group remembers its peak rate."""
+    named = [*model.named_parameters(), *([] if along is None else along.named_parameters())]
+    matrices = [p for name, p in named if p.dim() == 2 and name.startswith("blocks.")]
+    others = [p for name, p in named if not (p.dim() == 2 and name.startswith("blocks."))]
     if settings.optimizer == "muon":
         optimizers: list[torch.optim.Optimizer] = [
             # updates scaled to AdamW's size, so that one learning rate fits both
@@ -240,9 +281,12 @@ def save_state(
     optimizers: list[torch.optim.Optimizer],
     step: int,
     curve: list[list[float]],
+    along: nn.Module | None = None,
 ) -> None:
     """Writes all that the rest of a run depends on, atomically, as safetensors."""
     tensors = {f"model.{name}": t.detach().cpu().contiguous() for name, t in model.state_dict().items()}
+    for name, t in (along.state_dict() if along is not None else {}).items():
+        tensors[f"along.{name}"] = t.detach().cpu().contiguous()
     for i, optimizer in enumerate(optimizers):
         for number, values in optimizer.state_dict()["state"].items():
             for name, value in values.items():
@@ -252,9 +296,13 @@ def save_state(
 
 
 def load_state(
-    path: Path, run: dict[str, Any], model: GPTlite, optimizers: list[torch.optim.Optimizer]
+    path: Path,
+    run: dict[str, Any],
+    model: GPTlite,
+    optimizers: list[torch.optim.Optimizer],
+    along: nn.Module | None = None,
 ) -> tuple[int, list[list[float]]]:
-    """Puts a saved state into the model and the optimizers.
+    """Puts a saved state into the model, the optimizers and what trains along with the model.
 
     Returns: steps done, and the loss curve so far.
     Raises: ValueError when the file is damaged or is the state of another run.
@@ -268,6 +316,8 @@ def load_state(
         raise ValueError(f"{path} is damaged ({type(error).__name__}); delete it, or begin anew") from None
     check_same_run(path, saved, run, step)
     model.load_state_dict({name[6:]: t for name, t in tensors.items() if name.startswith("model.")})
+    if along is not None:
+        along.load_state_dict({name[6:]: t for name, t in tensors.items() if name.startswith("along.")})
     for i, optimizer in enumerate(optimizers):
         state: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
@@ -284,6 +334,8 @@ def check_same_run(path: Path, saved: dict[str, Any], run: dict[str, Any], step:
     for name in ("config", "corpus", "teacher"):
         if saved.get(name, run[name]) != run[name]:  # states of the first version do not name the teacher
             raise ValueError(f"{path} is the state of a run with another {name}; begin anew, or write elsewhere")
+    if saved.get("objective") != run.get("objective"):
+        raise ValueError(f"{path} is the state of a run with another objective; begin anew, or write elsewhere")
     for name, value in new.items():
         if name != "steps" and old.get(name) != value:
             raise ValueError(f"{path} is the state of a run with {name} {old.get(name)}, not {value}; begin anew")
