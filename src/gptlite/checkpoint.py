@@ -20,6 +20,7 @@ from gptlite.model import GPTlite
 FORMAT = "gptlite-1"
 SHIPPED = ("gptlite", "draft")
 VARIANTS = ("gptlite-gqa2", "gptlite-mla128")  # converted from gptlite, and stored as what differs from it
+QUANTIZED = ("gptlite-qat2",)  # stored in codes of a few bits
 
 
 def save_checkpoint(
@@ -35,11 +36,18 @@ def save_checkpoint(
         path: ends in .safetensors.
         card: how the model was made: command, corpus hash, steps, device, loss curve, validation loss.
         dtype: of the stored weights.
-    Raises: ValueError when the path does not end in .safetensors.
+    Raises: ValueError when the path does not end in .safetensors, or the model is not what its config says (its blocks
+        were pruned to different shapes), so that the file could not be read again.
     """
     path = Path(path)
     if path.suffix != ".safetensors":
         raise ValueError(f"{path} must end in .safetensors")
+    with torch.device("meta"):
+        described = GPTlite(model.config).state_dict()
+    for name, tensor in model.state_dict().items():
+        said = tuple(described[name].shape) if name in described else None
+        if said != tuple(tensor.shape):
+            raise ValueError(f"cannot save {name} of shape {tuple(tensor.shape)}, its config says {said}")
     weights = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in model.state_dict().items()}
     header = {
         "format": FORMAT,
@@ -108,29 +116,32 @@ def load(
     """The trained model of a chapter.
 
     Args:
-        name: one of SHIPPED or VARIANTS, which come with the package, or the path of a .safetensors file.
+        name: one of SHIPPED, VARIANTS or QUANTIZED, which come with the package, or the path of a .safetensors file.
     Returns: the model in eval mode, and its tokenizer.
     Raises: ValueError when there is no such checkpoint or it is damaged.
     """
     path = checkpoint_path(name)
-    if is_variant(path):
-        # the technique reads its own format; the checkpoint knows no technique
+    # a technique reads its own format; the checkpoint knows no technique
+    kind = format_of(path)
+    if kind.startswith("gptlite-variant"):
         return import_module("gptlite.variants.stored").load_variant(path, device, dtype)
+    if kind.startswith("gptlite-quantized"):
+        return import_module("gptlite.quantize.stored").load_quantized(path, device, dtype)
     return load_checkpoint(path, device, dtype)
 
 
-def is_variant(path: Path) -> bool:
-    """Whether a file says that it is a converted model, which only holds what differs from its base."""
+def format_of(path: Path) -> str:
+    """The format that a file says it has; empty when it says none."""
     try:
         with safe_open(path, framework="pt") as file:
-            return (file.metadata() or {}).get("format", "").startswith("gptlite-variant")
+            return (file.metadata() or {}).get("format", "")
     except (SafetensorError, OSError):
-        return False
+        return ""
 
 
 def checkpoint_path(name: str | Path) -> Path:
     """Where the checkpoint of that name lies: a shipped one, else the path itself."""
-    if str(name) in (*SHIPPED, *VARIANTS):
+    if str(name) in (*SHIPPED, *VARIANTS, *QUANTIZED):
         return Path(str(resources.files("gptlite") / "checkpoints" / f"{name}.safetensors"))
     return Path(name)
 

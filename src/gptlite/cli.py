@@ -1,4 +1,4 @@
-"""The `gptlite` command: train, convert, generate, measure, record, export, data.
+"""The `gptlite` command: train, convert, distill, generate, measure, record, export, data.
 
 Whatever is wrong with the input ends with one line on the standard error stream and exit status 2.
 """
@@ -61,7 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> Parser:
     """The command line with its subcommands."""
+    from gptlite.cli_compress import _add_prune, run_prune
     from gptlite.cli_convert import _add_convert, run_convert  # which is built from the pieces of this module
+    from gptlite.cli_distill import _add_distill, run_distill
+    from gptlite.cli_heads import _add_heads, run_heads
+    from gptlite.cli_quantize import _add_quantize, run_quantize
 
     parser = Parser(prog="gptlite", description="Train, run and measure a small GPT.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"gptlite {__version__}")
@@ -69,6 +73,10 @@ def make_parser() -> Parser:
     for run, add in (
         (run_train, _add_train),
         (run_convert, _add_convert),
+        (run_distill, _add_distill),
+        (run_prune, _add_prune),
+        (run_quantize, _add_quantize),
+        (run_heads, _add_heads),
         (run_generate, _add_generate),
         (run_measure, _add_measure),
         (run_record, _add_record),
@@ -439,7 +447,7 @@ def _add_checkpoint(parser: Parser) -> None:
         "--checkpoint",
         default="gptlite",
         metavar="NAME",
-        help="gptlite, draft, gptlite-gqa2, gptlite-mla128, or a .safetensors file",
+        help="gptlite, draft, gptlite-gqa2, gptlite-mla128, gptlite-qat2, or a .safetensors file",
     )
 
 

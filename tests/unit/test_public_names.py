@@ -163,7 +163,18 @@ LAYERS = [
     },
     {"generate", "checkpoint", "cache.offload", "cache.reuse"},
     {"measure", "writes", "fast", "export", "layers", "serving", "semantic"},
-    {"train", "record", "sweeps", "variants", "quantize", "compress", "speculative", "cache.quantized"},
+    {
+        "train",
+        "record",
+        "sweeps",
+        "variants",
+        "quantize",
+        "compress",
+        "speculative",
+        "cache.quantized",
+        "cache.quantized_paged",
+        "cache.quantized_text",
+    },
     {"cli", "cli_convert", "cli_quantize", "cli_distill", "cli_compress", "cli_heads", "notebook"},
 ]
 
