@@ -1,4 +1,5 @@
-"""The `gptlite` command: train, convert, distill, generate, measure, record, export, data.
+"""The `gptlite` command: train, convert, distill, prune, quantize, heads, generate, measure, record,
+export, data.
 
 Whatever is wrong with the input ends with one line on the standard error stream and exit status 2.
 """

@@ -97,3 +97,28 @@ def test_what_the_prose_concludes_from_the_tables(printed):
         row(printed, name, "Four formats of 4.25 bits") for name in ("mxfp4, blocks of 32", "nvfp4, blocks of 32")
     )
     assert all(float(a) < float(b) for a, b in zip(mx[1:], nv[1:], strict=True))
+    nf = row(printed, "nf4, blocks of 128", "Four formats of 4.25 bits")
+    assert all(float(nf[i]) > float(nv[i]) for i in (1, 3, 4)) and float(nf[2]) < float(mx[2])  # but on heavy tails
+
+
+def test_what_the_prose_says_of_clipping(printed):
+    part = printed[printed.index("Signal-to-noise ratio with part of the range") :].split("\n")[2:8]
+    rows = {tuple(line.split()[:2]): [float(x) for x in line.split()[2:]] for line in part}
+    for name in ("normal", "heavy-tailed"):
+        assert max(rows["8", name][2:]) < rows["8", name][0] - 10  # much to lose
+        assert rows["4", name][1] > rows["4", name][0] + 1 and min(rows["3", name][1:]) > rows["3", name][0]
+    assert max(rows["4", "heavy-tailed"][2:]) < rows["4", "heavy-tailed"][0]
+
+
+def test_what_the_prose_says_of_the_losses(printed):
+    def changes(kind):
+        found = row(printed, kind, "Change of the loss")
+        return [(float(found[i]), float(found[i + 1])) for i in (1, 3)]  # weights; weights and activations
+
+    four = {kind: changes(kind) for kind in ("int4", "nf4", "mxfp4", "nvfp4")}
+    assert all(abs(change) < 2 * error for (change, error), _ in four.values())  # of weights alone: hardly seen
+    activations = {kind: both[1][0] for kind, both in four.items()}
+    assert max(activations, key=activations.get) == "int4" and min(activations, key=activations.get) == "nvfp4"
+    assert four["int4"][1][0] > 2 * four["int4"][1][1]
+    eight = {kind: [abs(change) for change, _ in changes(kind)] for kind in ("fp8 e5m2", "fp8 e4m3", "int8", "bf16")}
+    assert all(max(eight, key=lambda kind: eight[kind][i]) == "fp8 e5m2" for i in (0, 1))

@@ -126,7 +126,12 @@ def test_a_choice_can_be_pruned(n_kv_heads: int, whole: bool) -> None:
     assert (small.config.n_heads, small.config.d_ff, small.config.d_model) == (2, 5, 9)
     assert small.config.n_kv_heads == (1 if whole else 2)
     assert choose(structure_scores(model, BATCHES), model) == Kept()
-    for sizes, message in (((0, 16, 0), "16 neurons are to be kept, there are 15"), ((0, 0, 21), "21 channels")):
+    refused = {
+        (0, 16, 0): "16 neurons are to be kept, it must be 1 to 15",
+        (0, 0, 21): "21 channels",
+        (0, -1, 0): "-1 neurons",
+    }
+    for sizes, message in refused.items():
         with pytest.raises(ValueError, match=message):
             choose(structure_scores(model, BATCHES), model, *sizes)
 
@@ -182,3 +187,16 @@ def test_calibration_windows_are_spread_over_the_text() -> None:
     assert torch.cat(calibration_batches(torch.arange(25), 10, 64)).shape == (2, 10)  # as many as there is room for
     with pytest.raises(ValueError, match="the text has 9 tokens, a window needs 10"):
         calibration_batches(torch.arange(9), 10)
+    with pytest.raises(ValueError, match="n_windows is 0, it must be at least 1"):
+        calibration_batches(torch.arange(25), 10, 0)
+
+
+def test_without_batches_nothing_is_judged() -> None:
+    model = make_model()
+    for judge in (
+        block_influence,
+        lambda *of: structure_scores(*of, "activation"),
+        lambda *of: structure_scores(*of, "taylor"),
+    ):
+        with pytest.raises(ValueError, match="at least 1"):
+            judge(model, [])

@@ -106,6 +106,12 @@ def test_a_bad_recipe_is_refused(fields: dict, message: str) -> None:
         Recipe(**fields)
 
 
+def test_a_depth_that_takes_no_block_is_refused() -> None:
+    model = make_model()
+    with pytest.raises(ValueError, match=f"keep is 0.95, so all {len(model.blocks)} blocks would stay"):
+        first_student(model, Recipe("depth", 0.95), TEXT, SETTINGS)
+
+
 @pytest.fixture
 def base(tmp_path, monkeypatch):
     text = tmp_path / "text.txt"

@@ -119,3 +119,12 @@ def test_bad_arguments_are_named() -> None:
     for sparsity in (-0.1, 1.5):
         with pytest.raises(ValueError, match=f"sparsity is {sparsity}"):
             sparsegpt(weight, second_moment(inputs), sparsity)
+    for given in (inputs[:0], inputs * torch.nan):
+        with pytest.raises(ValueError, match="moment holds an infinity or NaN"):
+            sparsegpt(weight, second_moment(given), 0.5)
+    for width in (0, -1):
+        with pytest.raises(ValueError, match=f"width is {width}, it must be at least 1"):
+            sparsegpt(weight, second_moment(inputs), 0.5, width=width)
+    for n, m in ((0, 0), (5, 4)):
+        with pytest.raises(ValueError, match=f"the pattern is {n}:{m}"):
+            sparsegpt(weight, second_moment(inputs), pattern=(n, m))

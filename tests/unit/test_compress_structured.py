@@ -180,6 +180,11 @@ BAD = {
     "out of order": (Kept(heads=[torch.tensor([3, 1])] * 3), "must ascend within 0 to 5"),
     "twice": (Kept(neurons=[torch.tensor([3, 3])] * 3), r"neurons of block 0 to keep are \[3, 3\]"),
     "out of range": (Kept(channels=torch.tensor([0, 20])), "channels to keep are .* within 0 to 19"),
+    "a mask for indices": (
+        Kept(heads=[torch.tensor([False, True])] * 3),
+        "heads of block 0 to keep are torch.bool, indices",
+    ),
+    "no whole numbers": (Kept(channels=torch.tensor([0.0, 2.0])), "channels to keep are torch.float32, indices"),
     "negative": (Kept(blocks=torch.tensor([-1, 1])), "blocks to keep"),
     "too few blocks": (Kept(heads=[torch.tensor([0])] * 2), "heads has indices for 2 blocks, the model has 3"),
 }

@@ -6,6 +6,7 @@ import pytest
 from drawn import draw, marks, words
 
 from gptlite.notebook.explorers_pruning import CRITERIA, PARTS, STARTS, recovery, removed_parts, runs
+from gptlite.notebook.recordings import recorded
 from gptlite.record import Point, Recording
 
 CHOSEN = ["activation", "random"]
@@ -114,3 +115,15 @@ def test_facts_and_runs_repeat_the_recording() -> None:
     assert f"50 % of both gone by {CRITERIA['activation']}: loss 2.50" in repr(removed_parts(structures()))
     assert "half at once: loss 1.55 over all held-out text, mean of 2" in repr(recovery([minitron()]))
     assert [run["after"] for run in runs([minitron()])] == pytest.approx([1.501, 1.601, 1.901])
+
+
+def test_every_start_of_the_recording_is_drawn_before_a_control_is_moved() -> None:
+    explorer = recovery(recorded("minitron"))
+    roof = next(control["value"] for control in explorer.controls if control["name"] == "roof")
+    assert max(run["curve"][-1][1] for run in runs(recorded("minitron"))) < roof
+
+
+def test_the_two_legends_of_a_start_are_one_and_the_axis_needs_no_data() -> None:
+    encoding = recovery([minitron()]).chart.to_dict()["layer"][0]["encoding"]
+    assert encoding["color"]["legend"] == encoding["strokeDash"]["legend"]  # else a browser complains
+    assert encoding["y"]["scale"]["domain"] == [1.4, {"expr": "roof"}]

@@ -83,7 +83,7 @@ TRACES = [
     {
         "temperature": 0.7,
         "first": 5,
-        "rounds": [{"start": 1, "drafts": [1, 2], "kept": 1, "next": 0, "p": [0.5, 0.25], "q": [0.4, 0.5]}],
+        "rounds": [{"start": 1, "drafts": [1, 2], "kept": 1, "next": 0, "p": [0.004, 0.25], "q": [0.4, 0.5]}],
     },
 ]
 
@@ -99,7 +99,7 @@ def test_cells_and_words_of_a_trace():
         ("c", "rejected"),
         ("a", "the target's own"),
     ]
-    assert cells[1]["chances"] == "q 50 %\np 25 %"
+    assert [cell["chances"] for cell in cells] == ["q 40 %\np < 1 %", "q 50 %\np 25 %", ""]
     second = [cell["kind"] for cell in trace_cells(trace()) if (cell["trace"], cell["round"]) == (0, 2)]
     assert second == ["rejected", "not tried", "not tried", "the target's own"] and set(second) < set(KINDS)
     rows = trace_words(trace())

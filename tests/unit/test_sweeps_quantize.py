@@ -144,7 +144,7 @@ def test_together_is_recorded_for_every_combination(tmp_path: Path) -> None:
         ("16 bits", "plain"), ("16 bits", "int8"), ("rtn 4", "plain"), ("rtn 4", "int8"),
     ]  # fmt: skip
     model, _ = gptlite.load(name)
-    assert rows[0]["model_bytes"] == 2 * model.n_params > 3 * rows[2]["model_bytes"]
+    assert rows[0]["model_bytes"] == 2 * model.n_params > 2.5 * rows[2]["model_bytes"]
     assert rows[0]["cache_bytes"] == 2 * 128 > rows[1]["cache_bytes"]
 
 

@@ -19,7 +19,10 @@ def block_influence(model: GPTlite, batches: Sequence[Tensor]) -> Tensor:
 
     Args:
         batches: tokens [B, S]. A block that changes the stream little has a low influence, and is the first to go.
+    Raises: ValueError when there are no batches.
     """
+    if not batches:
+        raise ValueError("the influence needs at least 1 batch, there are 0")
     cosines: list[list[Tensor]] = [[] for _ in model.blocks]
 
     def see(i: int) -> Callable[[nn.Module, tuple, Tensor], None]:

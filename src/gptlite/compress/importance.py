@@ -34,11 +34,13 @@ def calibration_batches(tokens: Tensor, context: int, n_windows: int = 64, batch
 
     Args:
         tokens: the text [n]. context: S. n_windows: at most as many as the text has room for.
-    Raises: ValueError when the text is shorter than a window.
+    Raises: ValueError when the text is shorter than a window, or there are to be none.
     """
+    if n_windows < 1:
+        raise ValueError(f"n_windows is {n_windows}, it must be at least 1")
     if len(tokens) < context:
         raise ValueError(f"the text has {len(tokens)} tokens, a window needs {context}")
-    n = max(1, min(n_windows, len(tokens) // context))
+    n = min(n_windows, len(tokens) // context)
     starts = torch.linspace(0, len(tokens) - context, n).long()  # [n]
     return list(tokens[starts[:, None] + torch.arange(context)].split(batch_size))
 
@@ -124,7 +126,10 @@ def taylor(model: GPTlite, batches: Sequence[Tensor]) -> Scores:
 
     Args:
         batches: tokens [B, S], each window with its own next tokens as targets.
+    Raises: ValueError when there are no batches.
     """
+    if not batches:
+        raise ValueError("the gradient needs at least 1 batch, there are 0")
     device = model.ln.weight.device
     heads = [torch.zeros(n_heads(block.mha), device=device) for block in model.blocks]
     neurons = [torch.zeros(ffn_layers(block)[0].out_features, device=device) for block in model.blocks]
@@ -195,12 +200,12 @@ def choose(
 
     Args:
         n_heads, n_neurons: left in each block. n_channels: left of the stream. whole: see `choose_heads`.
-    Raises: ValueError when more is to be kept than there is.
+    Raises: ValueError when more is to be kept than there is, or less than nothing.
     """
 
     def top(part: Tensor, n: int, what: str) -> Tensor:
-        if n > len(part):
-            raise ValueError(f"{n} {what} are to be kept, there are {len(part)}")
+        if not 1 <= n <= len(part):
+            raise ValueError(f"{n} {what} are to be kept, it must be 1 to {len(part)}")
         return part.topk(n).indices.sort().values
 
     heads = neurons = None

@@ -34,6 +34,12 @@ def mask_smallest(scores: Tensor, sparsity: float, per_row: bool = False) -> Ten
     return torch.ones_like(rows, dtype=torch.bool).scatter(1, lowest, False).view_as(scores)
 
 
+def check_pattern(n: int, m: int) -> None:
+    """Raises: ValueError when a pattern does not keep 1 to m of m."""
+    if not 1 <= n <= m:
+        raise ValueError(f"the pattern is {n}:{m}, it must keep at least 1 of {m}, and no more than there are")
+
+
 def mask_pattern(scores: Tensor, n: int = PATTERN[0], m: int = PATTERN[1]) -> Tensor:
     """Which weights stay: the best n of each m neighbours along the inputs {cite}`mishra2021sparse`.
 
@@ -42,8 +48,7 @@ def mask_pattern(scores: Tensor, n: int = PATTERN[0], m: int = PATTERN[1]) -> Te
     Returns: bool [d_out, d_in].
     Raises: ValueError when n is not 1 to m.
     """
-    if not 1 <= n <= m:
-        raise ValueError(f"the pattern is {n}:{m}, it must keep 1 to {m} of {m}")
+    check_pattern(n, m)
     d_in = scores.shape[1]
     padded = F.pad(scores, (0, -d_in % m), value=-torch.inf)  # what is not there is never among the best
     groups = padded.unflatten(1, (-1, m))  # [d_out, groups, m]

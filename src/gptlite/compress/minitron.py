@@ -86,9 +86,12 @@ def first_student(
     Args:
         tokens: the training text [n], whose windows importance is judged on.
         settings: of the whole run; the random start takes its seed, the learned one some of its steps.
+    Raises: ValueError when no block would go by depth.
     """
     if recipe.start == "depth":
         n_keep = max(1, round(recipe.keep * len(teacher.blocks)))
+        if n_keep == len(teacher.blocks):
+            raise ValueError(f"keep is {recipe.keep}, so all {n_keep} blocks would stay")
         windows = torch.cat(calibration_batches(tokens, teacher.context_length, 32)).flatten()
         return prune(teacher, Kept(blocks=choose_blocks(teacher, windows, n_keep))), 0
     heads, neurons = target_shape(teacher.config, recipe.keep)

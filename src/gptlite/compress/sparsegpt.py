@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gptlite.compress.masks import mask_pattern, mask_smallest
+from gptlite.compress.masks import check_pattern, mask_pattern, mask_smallest
 
 DAMPING = 0.01  # of the mean diagonal, added to it, so that the inverse exists
 WIDTH = 128  # columns whose mask is chosen at once
@@ -45,14 +45,20 @@ def sparsegpt(
         width: columns in which the weights compete with each other, in all rows.
     Returns: the new weight [d_out, d_in], in the old one's dtype, and which weights stay, bool [d_out, d_in]; exactly
         round(sparsity * d_out * d_in) do not.
-    Raises: ValueError when the shapes do not fit, or the sparsity is no share.
+    Raises: ValueError when the shapes do not fit, the moment is not finite, the sparsity is no share, the pattern does
+        not keep n of m, or the width is below 1.
     """
     d_out, d_in = weight.shape
     if moment.shape != (d_in, d_in):
         raise ValueError(f"moment has shape {tuple(moment.shape)}, a layer of {d_in} inputs needs {(d_in, d_in)}")
     if not 0 <= sparsity <= 1:
         raise ValueError(f"sparsity is {sparsity}, it must be in [0, 1]")
+    if not moment.isfinite().all():
+        raise ValueError("moment holds an infinity or NaN: so do the inputs that it was made of, or there are none")
+    if width < 1:
+        raise ValueError(f"width is {width}, it must be at least 1")
     if pattern is not None:
+        check_pattern(*pattern)
         width = max(pattern[1], width // pattern[1] * pattern[1])  # a group is never split
     factor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped(moment.double()))), upper=True)
     new = weight.double()  # a copy, unless it is in fp64

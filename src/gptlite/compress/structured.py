@@ -32,8 +32,8 @@ class Kept:
     def check(self, model: GPTlite) -> None:
         """Checks that the model has what is to be kept.
 
-        Raises: ValueError when an index is out of range, double or out of order, nothing is left, or the query heads
-            that are left do not share their KV heads evenly.
+        Raises: ValueError when an index is no whole number, out of range, double or out of order, nothing is left, or
+            the query heads that are left do not share their KV heads evenly.
         """
         n_blocks = len(model.blocks)
         for name in ("heads", "neurons"):
@@ -58,6 +58,8 @@ def _check_indices(what: str, indices: Tensor | None, n: int) -> None:
         return
     if indices.dim() != 1 or not len(indices):
         raise ValueError(f"{what} to keep have shape {tuple(indices.shape)}, at least 1 index [n] is needed")
+    if indices.dtype != torch.int64:
+        raise ValueError(f"{what} to keep are {indices.dtype}, indices of torch.int64 are needed")
     if (indices.diff() <= 0).any() or indices[0] < 0 or indices[-1] >= n:
         raise ValueError(f"{what} to keep are {indices.tolist()}, they must ascend within 0 to {n - 1}")
 
@@ -98,7 +100,7 @@ def prune(model: GPTlite, kept: Kept) -> GPTlite:
         model: with plain linear layers; stays as it is.
         kept: what is left. Heads and neurons may differ from block to block.
     Returns: the smaller model, in the mode of the given one. It computes what the model computes with the removed
-        parts masked (see `gptlite.compress.gates.mask`).
+        parts masked (see `gptlite.compress.masked.mask`).
     Raises: ValueError when the model has not what is to be kept, or not plain linear layers.
     """
     for name, module in model.named_modules():

@@ -196,18 +196,19 @@ def recovery(recordings: Sequence[Recording]) -> Explorer:
     controls = [
         menu("only", "Show", ["all", *(STARTS[start] for start in starts)], "all"),
         slider("seen", "Tokens seen, thousands", top, step, top, step),
-        slider("roof", "Top of the loss axis, nats", 2.2, 1.6, 4.5, 0.1),
+        slider("roof", "Top of the loss axis, nats", 3.2, 1.6, 4.5, 0.1),
     ]
     names = [STARTS[start] for start in starts]
+    legend = alt.Legend(orient="top", title=None, columns=2)  # one for both: a hidden and a shown one conflict
     color = alt.Color(
         "start:N",
         scale=alt.Scale(domain=names, range=[COLORS[start] for start in starts]),
-        legend=alt.Legend(orient="top", title=None, columns=2),
+        legend=legend,
     )
-    dash = alt.StrokeDash("start:N", scale=alt.Scale(domain=names, range=[DASHES[s] for s in starts]), legend=None)
+    dash = alt.StrokeDash("start:N", scale=alt.Scale(domain=names, range=[DASHES[s] for s in starts]), legend=legend)
     x = alt.X("tokens:Q", title="Tokens seen, thousands", scale=alt.Scale(domain=[0, top], nice=False))
-    scale = alt.Scale(domainMin=1.4, domainMax=alt.ExprRef("roof"), nice=False, zero=False)
-    y = alt.Y("loss:Q", title="Loss of a held-out part, nats", scale=scale)
+    scale = alt.Scale(domain=[1.4, alt.ExprRef("roof")], nice=False, zero=False)
+    y = alt.Y("loss:Q", title="Loss of a held-out part, nats", scale=scale, axis=alt.Axis(format=".2f"))
     shown = alt.Chart(alt.Data(values=points)).transform_filter(f"only == 0 || datum.start == {names}[only - 1]")
     lines = (
         shown.transform_filter("datum.loss <= roof")

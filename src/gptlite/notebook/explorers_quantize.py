@@ -67,6 +67,7 @@ def bits_against_loss(losses: Sequence[Recording], trained: Sequence[Recording] 
         "(grid == 0 || datum.grid == grid - 1) && (method == 0 || datum.which == method - 1) && datum.bits >= least"
     )
     names = [METHODS[name] for name in methods]
+    legend = alt.Legend(orient="top", title=None, columns=2)  # one for color and shape
     x = alt.X("stored:Q", title="Bits for each weight, with scales", scale=alt.Scale(domain=[2, 9], nice=False))
     y = alt.Y(
         "loss:Q",
@@ -90,10 +91,10 @@ def bits_against_loss(losses: Sequence[Recording], trained: Sequence[Recording] 
             color=alt.Color(
                 "method:N",
                 scale=alt.Scale(domain=names, range=[COLORS[name] for name in methods]),
-                legend=alt.Legend(orient="top", title=None, columns=2),
+                legend=legend,
             ),
             shape=alt.Shape(
-                "method:N", scale=alt.Scale(domain=names, range=[SHAPES[name] for name in methods]), legend=None
+                "method:N", scale=alt.Scale(domain=names, range=[SHAPES[name] for name in methods]), legend=legend
             ),
         )
     )
@@ -197,13 +198,13 @@ def predicted_steps(model: str = "Llama 3.1 8B", card: str = "H100 SXM") -> Expl
         )
     )
     lines = chosen.transform_fold(["before", "after"], as_=["which", "ms"]).transform_calculate(
-        family="datum.which == 'before' ? 'weights in 16 bits' : 'weights in fewer bits'"
+        family="datum.which == 'before' ? 'in 16 bits' : 'in fewer bits'"
     )
-    domain = ["weights in 16 bits", "weights in fewer bits"]
+    domain, legend = ["in 16 bits", "in fewer bits"], alt.Legend(orient="top", title="Weights")
     color = alt.Color(
         "family:N",
         scale=alt.Scale(domain=domain, range=[VERMILION, BLUE]),
-        legend=alt.Legend(orient="top", title=None),
+        legend=legend,
     )
     encoded = lines.encode(
         x=alt.X(
@@ -212,7 +213,12 @@ def predicted_steps(model: str = "Llama 3.1 8B", card: str = "H100 SXM") -> Expl
             scale=alt.Scale(type="log", base=2, domain=[1, 256], nice=False),
             axis=alt.Axis(values=list(BATCHES)),
         ),
-        y=alt.Y("ms:Q", title="Least time of a decode step, ms", scale=alt.Scale(zero=True)),
+        y=alt.Y(
+            "ms:Q",
+            title="Least time of a decode step, ms",
+            scale=alt.Scale(zero=True),
+            axis=alt.Axis(minExtent=40),  # room for the largest numbers, so that the title stays in sight
+        ),
         color=color,
     )
     one = chosen.transform_filter("datum.batch == 1")
@@ -234,10 +240,10 @@ def predicted_steps(model: str = "Llama 3.1 8B", card: str = "H100 SXM") -> Expl
     ]
     chart = alt.layer(
         encoded.mark_line(strokeWidth=2).encode(
-            strokeDash=alt.StrokeDash("family:N", scale=alt.Scale(domain=domain, range=[[6, 4], [1, 0]]), legend=None)
+            strokeDash=alt.StrokeDash("family:N", scale=alt.Scale(domain=domain, range=[[6, 4], [1, 0]]), legend=legend)
         ),
         encoded.mark_point(filled=True, size=60, opacity=1).encode(
-            shape=alt.Shape("family:N", scale=alt.Scale(domain=domain, range=["circle", "square"]), legend=None),
+            shape=alt.Shape("family:N", scale=alt.Scale(domain=domain, range=["circle", "square"]), legend=legend),
             tooltip=[alt.Tooltip("family:N"), alt.Tooltip("batch:Q"), alt.Tooltip("ms:Q", format=".3~r")],
         ),
         *texts,

@@ -151,13 +151,18 @@ def trace_cells(recording: Recording) -> list[dict[str, Any]]:
                 kind = "kept" if place < kept else "rejected" if place == kept else "not tried"
                 chances = ""
                 if one["p"]:
-                    chances = f"q {100 * one['q'][place]:.0f} %\np {100 * one['p'][place]:.0f} %"
+                    chances = "\n".join(f"{name} {_percent(one[name][place])}" for name in "qp")
                 cells.append((chars[token], kind, chances))
             cells.append((chars[one["next"]], "the target's own", ""))
             for place, (char, kind, chances) in enumerate(cells):
                 row = {"trace": number, "round": i, "place": place, "char": char.translate(VISIBLE)}
                 rows.append(row | {"kind": kind, "chances": chances})
     return rows
+
+
+def _percent(chance: float) -> str:
+    """A probability in words; a small one, which may well be kept, does not become none."""
+    return "< 1 %" if 0 < chance < 0.01 else f"{100 * chance:.0f} %"
 
 
 def trace_words(recording: Recording) -> list[dict[str, Any]]:
