@@ -87,4 +87,18 @@ def test_an_exception_is_a_counterexample(capsys) -> None:
 
 def test_another_type_is_a_counterexample(capsys) -> None:
     checks.check_min_p(lambda probs, p: "text")
-    assert "gives 'text', right is" in capsys.readouterr().out
+    assert "gives a str, right is a tensor [1, 4]" in capsys.readouterr().out
+
+
+def test_a_large_wrong_tensor_is_told_by_its_first_wrong_number(capsys: pytest.CaptureFixture[str]) -> None:
+    right = torch.arange(60.0, dtype=torch.float64).view(6, 10)
+    wrong = right.clone()
+    wrong[2, 3:] = 0.5
+    for answer, said in (
+        (right, "right\n"),
+        (wrong, "not yet: it gives 0.5 at [2, 3], right is 23.0\n"),
+        (right[:5], "not yet: it gives a tensor [5, 10], right is one of [6, 10]\n"),
+        (right.tolist(), "not yet: it gives a list, right is a tensor [6, 10]\n"),
+    ):
+        checks._report(lambda answer=answer: answer, [("it", (), right)])
+        assert capsys.readouterr().out == said

@@ -8,7 +8,7 @@ from gptlite import hardware
 from gptlite.data import load_corpus
 from gptlite.layers import replace_linear
 from gptlite.measure import validation_loss
-from gptlite.notebook.checks_formats import check_double_quantized, check_stored_bits, check_value_of
+from gptlite.notebook.checks_formats import check_bits_with_scales, check_double_quantized, check_value_of
 from gptlite.notebook.labs_formats import FormatLab
 from gptlite.notebook.recordings import recorded
 from gptlite.quantize.rounded import KINDS, RoundedLinear, signal_to_noise, to_codes
@@ -132,7 +132,7 @@ def right_scales(scales):
         (check_value_of, right_value, without_subnormals, "code 0x1 with 2 bits of exponent and 1 of mantissa"),
         (check_value_of, right_value, without_a_sign, "code 0x9 with 2 bits of exponent"),
         (
-            check_stored_bits,
+            check_bits_with_scales,
             lambda bits, group, scale, zero: bits + (scale + zero * bits) / group,
             lambda bits, group, scale, zero: bits + scale / group,
             "and a zero point gives 4.5, right is 4.625",

@@ -108,3 +108,9 @@ def test_checks_know_right_from_wrong(capsys) -> None:
     check_bits_per_value(lambda bits, group, numbers: bits + 32 / group)
     check_centred(lambda keys, bits: keys - keys.mean(1, keepdim=True))
     assert capsys.readouterr().out.count("not yet") == 2
+    check_centred(lambda keys, bits: centred(keys.float(), bits))
+    assert capsys.readouterr().out == "right\n"
+    for wrong in (lambda keys, bits: keys, lambda keys, bits: centred(keys, bits)[0], lambda keys, bits: None):
+        check_centred(wrong)
+        words = capsys.readouterr().out
+        assert words.startswith("not yet: keys [1, 4, 3] and 2 bits: ") and len(words) < 110  # one number, no lists

@@ -10,6 +10,7 @@ from test_speculative_verify import p_value
 
 from gptlite.cache.contract import whole_batch
 from gptlite.cache.dense import StaticCache
+from gptlite.cache.paged import PagedCache
 from gptlite.generate import generate
 from gptlite.sampling import GREEDY, SamplingParams, probabilities
 from gptlite.speculative.decode import Speculator, rounds, speculate
@@ -136,6 +137,22 @@ def test_the_look_up_never_drafts_deeper_than_a_text_has_room():
     texts = [Text(0, [1, 2, 3, 4, 5, 1, 2], 2), Text(1, [1, 2, 3, 4, 5, 1, 2], 30)]
     assert LookupDrafter(3, 1).propose(texts, 9).tokens == [[3], [3, 4, 5, 1, 2]]
     assert LookupDrafter(3, 3).propose(texts, 9).tokens == [[], []]
+
+
+# -- want of room ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", OWN)
+def test_a_draft_that_was_cut_is_verified_with_the_probabilities_that_are_left(target, name, temperature):
+    for n_blocks, most in ((4, 0), (5, 1), (6, 2)):  # of two tokens: those of two texts of 4, and what the drafts get
+        texts = [Text(b, [1, 2, 1], 6, SamplingParams(temperature), seed=b) for b in range(2)]
+        speculator = Speculator(target, DRAFTERS[name](target, 2), PagedCache(target, n_blocks, 2), 4)
+        speculator.begin(texts)
+        for verdict in speculator.step(texts):
+            assert len(verdict.drafts) <= most
+            assert verdict.q is None or len(verdict.q) == len(verdict.drafts)
+            assert verdict.p is None or len(verdict.p) == len(verdict.drafts) + 1
 
 
 # -- drafters that keep caches ----------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def _report(function: Callable[..., Any], cases: Iterable[Case]) -> None:
             print(f"not yet: {words} raises {type(error).__name__}: {error}")
             return
         if not _same(answer, right):
-            print(f"not yet: {words} gives {_words(answer)}, right is {_words(right)}")
+            print(f"not yet: {words} gives {_difference(answer, right)}")
             return
     print("right")
 
@@ -104,6 +104,19 @@ def _same(answer: Any, right: Any) -> bool:
     if not isinstance(answer, Tensor) or answer.shape != right.shape:
         return False
     return torch.allclose(answer.double(), right, rtol=0, atol=1e-6)  # an answer in fp32 is right too
+
+
+def _difference(answer: Any, right: Any) -> str:
+    """The wrong answer and the right one in words; of a large tensor the first number that is wrong."""
+    if isinstance(right, Tensor) and not isinstance(answer, Tensor):
+        return f"a {type(answer).__name__}, right is a tensor {list(right.shape)}"
+    if isinstance(right, Tensor) and right.numel() > 48:
+        if answer.shape != right.shape:
+            return f"a tensor {list(answer.shape)}, right is one of {list(right.shape)}"
+        wrong = ~torch.isclose(answer.double(), right.double(), rtol=0, atol=1e-6)
+        at = tuple(wrong.nonzero()[0].tolist())
+        return f"{_words(answer[at])} at {list(at)}, right is {_words(right[at])}"
+    return f"{_words(answer)}, right is {_words(right)}"
 
 
 def _words(value: Any) -> str:

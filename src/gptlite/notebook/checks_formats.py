@@ -29,8 +29,8 @@ def check_value_of(value_of: Callable[[int, int, int], float]) -> None:
     _report(value_of, cases)
 
 
-def check_stored_bits(stored_bits: Callable[[int, int, int, bool], float]) -> None:
-    """Exercise: `stored_bits(bits, group_size, scale_bits, zero_point)`, bits per value with scales and zero points."""
+def check_bits_with_scales(bits_with_scales: Callable[[int, int, int, bool], float]) -> None:
+    """Exercise: `bits_with_scales(bits, group_size, scale_bits, zero_point)`, bits per value with them."""
     cases: list[Case] = [
         ("4 bits, groups of 32, scales of 16", (4, 32, 16, False), 4.5),
         ("4 bits, groups of 32, scales of 16 and a zero point", (4, 32, 16, True), 4.625),
@@ -38,7 +38,7 @@ def check_stored_bits(stored_bits: Callable[[int, int, int, bool], float]) -> No
         ("4 bits, groups of 32, scales of 8", (4, 32, 8, False), 4.25),
         ("8 bits, groups of 128, scales of 32", (8, 128, 32, False), 8.25),
     ]
-    _report(stored_bits, cases)
+    _report(bits_with_scales, cases)
 
 
 def check_double_quantized(double_quantized: Callable[[Tensor], Tensor]) -> None:

@@ -35,9 +35,16 @@ def check_centred(centred: Callable[[Tensor, int], Tensor]) -> None:
         size = (high - low) / (2**bits - 1)
         return low + size * ((rest - low) / size).round()
 
-    cases: list[Case] = []
+    def number(keys: Tensor, bits: int, place: tuple[int, int, int] | None) -> Tensor | list[int]:
+        answer = centred(keys, bits)
+        return list(answer.shape) if place is None else answer[place]
+
+    cases: list[Case] = []  # number by number, so that the counterexample is one of them
     for G, n, D, bits in ((1, 4, 3, 2), (2, 6, 5, 2), (3, 8, 4, 4)):
         keys = torch.randn(G, n, D, generator=torch.Generator().manual_seed(G), dtype=torch.float64)
-        keys[..., 1] += 10
-        cases.append((f"keys [{G}, {n}, {D}] and {bits} bits", (keys, bits), right(keys, bits)))
-    _report(centred, cases)
+        keys[..., 1] += 4
+        words, rounded = f"keys {[G, n, D]} and {bits} bits", right(keys, bits)
+        cases.append((f"{words}: the shape", (keys, bits, None), [G, n, D]))
+        for g, t, d in torch.cartesian_prod(torch.arange(G), torch.arange(n), torch.arange(D)).tolist():
+            cases.append((f"{words}: head {g}, token {t}, channel {d}", (keys, bits, (g, t, d)), rounded[g, t, d]))
+    _report(number, cases)

@@ -7,6 +7,7 @@ from typing import Any
 import altair as alt
 
 from gptlite.notebook.chart import BLUE, GREEN, ORANGE, PURPLE, VERMILION, Explorer, menu, slider
+from gptlite.notebook.explorers_speculative import _percent
 from gptlite.record import Recording
 
 KINDS = {"kept": GREEN, "tried and rejected": VERMILION, "never reached": "gray", "the text so far": PURPLE}
@@ -62,7 +63,7 @@ def node_rows(recording: Recording) -> list[dict[str, Any]]:
                     at
                     | {"depth": depth[node], "row": place[node], "char": chars[one["tokens"][node]].translate(VISIBLE)}
                     | {"from_depth": depth[node] - 1, "from_row": place[parent] if parent >= 0 else 0.0}
-                    | {"kind": kind, "p": f"{100 * one['p'][node]:.0f} %"}
+                    | {"kind": kind, "p": _percent(one["p"][node])}
                 )
     return rows
 
@@ -111,7 +112,7 @@ def tree_player(recording: Recording) -> Explorer:
     )
     dots = here.mark_circle(size=330, opacity=0.35).encode(x=x, y=y, color=colour)
     letters = here.mark_text(font="monospace", fontSize=14).encode(x=x, y=y, text="char:N")
-    chances = here.mark_text(align="left", dx=13, fontSize=10).encode(x=x, y=y, text="p:N")
+    chances = here.mark_text(align="left", dx=11, dy=-8, fontSize=10).encode(x=x, y=y, text="p:N")
     texts = (
         alt.Chart(alt.Data(values=said))
         .transform_filter(shown)
