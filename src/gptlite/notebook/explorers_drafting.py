@@ -112,7 +112,7 @@ def tree_player(recording: Recording) -> Explorer:
     )
     dots = here.mark_circle(size=330, opacity=0.35).encode(x=x, y=y, color=colour)
     letters = here.mark_text(font="monospace", fontSize=14).encode(x=x, y=y, text="char:N")
-    chances = here.mark_text(align="left", dx=11, dy=-8, fontSize=10).encode(x=x, y=y, text="p:N")
+    chances = here.mark_text(align="left", dx=11, dy=-7, fontSize=10).encode(x=x, y=y, text="p:N")
     texts = (
         alt.Chart(alt.Data(values=said))
         .transform_filter(shown)

@@ -265,6 +265,7 @@ def step_times(recordings: Sequence[Recording]) -> Explorer:
         menu("load", "Recorded", cases, cases[0]),
         menu("what", "Shown", ["time of a step", "bytes of the cache"], "time of a step"),
     ]
+    legend = alt.Legend(orient="top", title=None, columns=3)
     shown = (
         alt.Chart(alt.Data(values=rows))
         .transform_filter("datum.load == load")
@@ -275,12 +276,12 @@ def step_times(recordings: Sequence[Recording]) -> Explorer:
             color=alt.Color(
                 "name:N",
                 scale=alt.Scale(domain=names, range=list(COLOURS)),
-                legend=alt.Legend(orient="top", title=None, columns=3),
+                legend=legend,
             ),
         )
     )
     dashes = alt.StrokeDash(
-        "name:N", scale=alt.Scale(domain=names, range=[[1, 0], [6, 4], [2, 2], [8, 3, 2, 3], [4, 2]]), legend=None
+        "name:N", scale=alt.Scale(domain=names, range=[[1, 0], [6, 4], [2, 2], [8, 3, 2, 3], [4, 2]]), legend=legend
     )
     tooltip = [alt.Tooltip("name:N"), alt.Tooltip("ms:Q", format=".3~r"), alt.Tooltip("mb:Q", format=".3~r")]
     title = (  # of the axis, which changes with the menu
