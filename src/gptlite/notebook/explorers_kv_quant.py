@@ -221,7 +221,7 @@ def bytes_and_batch(recordings: Sequence[Recording], model: str = "Llama 3.1 8B"
             " + format(memory[card], ',d') + ' GB kept free'"
         )
         .mark_text(align="left", baseline="bottom", dy=-6)
-        .encode(x=alt.value(0), y=alt.value(0), text="words:N")
+        .encode(x=alt.value(-60), y=alt.value(0), text="words:N")  # above the names too, or a phone cuts it
     )
     shape, context = models[model], 8192
     return Explorer(
