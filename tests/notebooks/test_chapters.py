@@ -85,6 +85,11 @@ def repository() -> str:
     return url.removeprefix("https://github.com/")
 
 
+def colab_branch() -> str:
+    """The branch with the chapters in plain Markdown, which Colab can show."""
+    return yaml.safe_load((ROOT / "_config.yml").read_text(encoding="utf-8"))["sphinx"]["config"]["colab_branch"]
+
+
 def without_code(text: str) -> str:
     return re.sub(r"^(`{3,})[^`\n]*\n.*?^\1$|`[^`\n]*`|\$\$.*?\$\$", "", text, flags=re.M | re.S)
 
@@ -93,7 +98,7 @@ def without_code(text: str) -> str:
 
 
 def label_title_and_badges(chapter: Chapter):
-    name, where = chapter.path.name, f"{repository()}/blob/main/chapters/{chapter.path.name}"
+    name, where = chapter.path.name, f"{repository()}/blob/{colab_branch()}/chapters/{chapter.path.name}"
     if not re.match(r"\(ch-[\w-]+\)=\n# \S.*\n", chapter.head):
         yield "the first cell does not begin with a label and a title"
     if f"https://colab.research.google.com/github/{where}" not in chapter.head:
@@ -328,6 +333,7 @@ def test_a_chapter_keeps_the_rule(path: Path, rule: Callable) -> None:
 BROKEN_TEXT = [
     (label_title_and_badges, "(ch-", "(chapter-"),
     (label_title_and_badges, "colab.research", "other.research"),
+    (label_title_and_badges, "/blob/colab/", "/blob/main/"),
     (label_title_and_badges, "?labpath=", "?path="),
     (label_title_and_badges, "**Needs:**", "Needs"),
     (passport_of_its_techniques, "{passport}\n:name: ", "{passport}\n:name: no-"),
