@@ -228,7 +228,8 @@ TOTAL = dict.fromkeys(("step", "keep", "fork", "free", "begin", "swap", "refused
 
 
 @pytest.mark.parametrize("case", ["fp64", "fp32", "window"])
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# the same plans each time, since the next test asks what they tried
+@settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
     ops=st.lists(OPS, min_size=5, max_size=25),
     n_blocks=st.integers(3, 14),
