@@ -165,3 +165,10 @@ def test_hidden_states_of_a_language_model_are_worse_in_both_ways(minilm):
         cone[name] = (vectors @ vectors.T)[np.triu_indices(len(vectors), 1)].mean()
     assert scores["minilm"] > scores["gptlite"] + 0.05
     assert cone["gptlite"] > 0.5 > 0.2 > cone["minilm"]
+
+
+def test_loading_the_encoder_says_nothing() -> None:
+    """transformers imports what else is installed, and some of that logs what it misses."""
+    code = "from gptlite.semantic.embed import MiniLM; MiniLM()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -112,20 +113,23 @@ def _default_path() -> str:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """No warnings and no progress bars while a model loads; what the reader had set is set again."""
-    import transformers.utils.logging as logging
+    import transformers.utils.logging as messages
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    bars, level, hub_bars = logging.is_progress_bar_enabled(), logging.get_verbosity(), not are_progress_bars_disabled()
-    logging.disable_progress_bar()
+    bars, level = messages.is_progress_bar_enabled(), messages.get_verbosity()
+    hub_bars, disabled = not are_progress_bars_disabled(), logging.root.manager.disable
+    messages.disable_progress_bar()
     disable_progress_bars()
-    logging.set_verbosity_error()
+    messages.set_verbosity_error()
+    logging.disable(logging.WARNING)  # transformers imports what else is installed, and that logs what it misses
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.set_verbosity(level)
+        logging.disable(disabled)
+        messages.set_verbosity(level)
         if bars:
-            logging.enable_progress_bar()
+            messages.enable_progress_bar()
         if hub_bars:
             enable_progress_bars()
