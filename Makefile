@@ -10,7 +10,7 @@ PORT ?= 8000
 
 .DEFAULT_GOAL := help
 .PHONY: help book test test-fast lint unit oracles-test bad-input-test notebooks-test site-test execute explorers serve \
-        repository setup clean mutation colab colab-test links publish
+        repository setup clean mutation colab colab-test links publish bench
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -82,6 +82,10 @@ colab: $(VENV)/.book ## write the chapters for Colab, in plain Markdown, into _b
 
 colab-test: $(VENV)/.test ## run every chapter in an environment like Colab's (long; CHAPTERS="01 08" for some)
 	@$(PYTHON) tools/colab_test.py $(CHAPTERS)
+
+bench: $(VENV)/.test ## the package beside other engines on the same weights (about five minutes, alone on the machine)
+	@$(PIP) -e ".[bench]"
+	@$(PYTHON) benchmarks/bench.py --out benchmarks/results/bench.json
 
 explorers: $(VENV)/.test ## write the charts of the pages that are no notebooks
 	@$(PYTHON) tools/explorers.py

@@ -72,7 +72,7 @@ class ChapterStatus(SphinxDirective):
             raise self.error(str(error)) from None
         pages = sorted(name for name in self.env.found_docs if name.startswith("chapters/"))
         head = ["Chapter", "Run time", "Peak memory", "Machine", "Versions", "Day"]
-        lines = ["::::{list-table} What each chapter took when its outputs were stored. GB is 10^9 bytes."]
+        lines = ["::::{list-table} What each chapter took when its outputs were stored. GB is 10⁹ bytes."]
         lines += [f":name: {self.options['name']}", ":header-rows: 1", ""]
         for row in [head, *rows(entries, [page.removeprefix("chapters/") for page in pages])]:
             lines += [f"{'* -' if i == 0 else '  -'} {cell}".rstrip() for i, cell in enumerate(row)]

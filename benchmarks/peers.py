@@ -1,0 +1,138 @@
+"""Engines that run the same model: gptlite in several ways, transformers and CTranslate2.
+
+Each engine is made from the same weights and answers the same two questions: which n_new greedy tokens follow these
+prompts, and what are the logits after a prompt.
+"""
+
+import copy
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import OPTConfig, OPTForCausalLM
+
+import gptlite
+from gptlite.cache.dense import StaticCache
+from gptlite.config import GPTConfig
+from gptlite.data import CharTokenizer
+from gptlite.export import export_hf, opt_config, opt_weights
+from gptlite.fast import pack
+from gptlite.generate import prefill
+from gptlite.record import random_model
+from gptlite.sampling import GREEDY
+
+PEER = "transformers generate"
+PLAIN, PACKED = "gptlite", "gptlite, packed weights"
+CT2, CT2_INT8 = "CTranslate2", "CTranslate2, int8"
+
+# the shapes of OPT that are compared: S1 is bound by what surrounds the products, S2 by reading weights
+SHAPES = {
+    "S1": GPTConfig(128, 2048, n_layers=6, d_model=256, n_heads=8, d_head=32),
+    "S2": GPTConfig(50_272, 2048, n_layers=12, d_model=768, n_heads=12, d_head=64),
+    # for trying the benchmark itself
+    "tiny": GPTConfig(64, 64, n_layers=2, d_model=64, n_heads=4, d_head=16),
+}
+
+
+@dataclass
+class Engine:
+    """One way to run the model.
+
+    Args:
+        generate: prompts [B, n] and a number of tokens -> the new tokens [B, n_new], greedy.
+        prefill: prompts [B, n] -> reads them, and gives the logits after the last token [B, V], or None for an engine
+            that shows no logits.
+        exact: whether its arithmetic is that of the others, so that its tokens have to agree.
+    """
+
+    generate: Callable[[Tensor, int], Tensor]
+    prefill: Callable[[Tensor], Tensor | None]
+    exact: bool = True
+
+
+def make_model(shape: str) -> gptlite.GPTlite:
+    """The shape with random weights, the same ones each time."""
+    torch.manual_seed(0)
+    return random_model(SHAPES[shape], "cpu", torch.float32)
+
+
+def ours(model: gptlite.GPTlite) -> Engine:
+    """The package's plain loop over its static cache."""
+
+    def generate(prompt: Tensor, n_new: int) -> Tensor:
+        B, n = prompt.shape
+        return gptlite.generate(model, prompt, n_new, GREEDY, StaticCache(model, B, n + n_new))[:, n:]
+
+    def read(prompt: Tensor) -> Tensor:
+        return prefill(model, prompt, StaticCache(model, *prompt.shape))
+
+    return Engine(generate, read)
+
+
+def theirs(model: gptlite.GPTlite) -> Engine:
+    """transformers' `generate`, as it comes."""
+    transformers.logging.set_verbosity_error()
+    peer = OPTForCausalLM(OPTConfig(**opt_config(model))).eval()
+    peer.load_state_dict(opt_weights(model), strict=True)
+
+    def generate(prompt: Tensor, n_new: int) -> Tensor:
+        answer = peer.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=n_new, do_sample=False)
+        return answer[:, prompt.shape[1] :]
+
+    def read(prompt: Tensor) -> Tensor:
+        return peer(prompt, use_cache=True, logits_to_keep=1).logits[:, -1]
+
+    return Engine(generate, read)
+
+
+def ctranslate2(model: gptlite.GPTlite, threads: int, compute_type: str = "float32") -> Engine:
+    """CTranslate2 on the exported folder; its vocabulary is a character for each token."""
+    from ctranslate2 import Generator
+    from ctranslate2.converters import TransformersConverter
+
+    first, V = 0x20000, model.fc_out.out_features  # a plane of Unicode with room for 65,536 characters
+    tokenizer = CharTokenizer("".join(map(chr, range(first, first + V))))
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        export_hf(model, tokenizer, folder / "hf")
+        TransformersConverter(str(folder / "hf")).convert(str(folder / "ct2"))
+        # it wants names for special tokens, which a text of characters has not: the last character stands for them,
+        # and as the end of a text it never comes (min_length), which costs one token of the vocabulary
+        config = json.loads((folder / "ct2" / "config.json").read_text())
+        config |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), tokenizer.chars[-1])
+        (folder / "ct2" / "config.json").write_text(json.dumps(config))
+        generator = Generator(str(folder / "ct2"), device="cpu", compute_type=compute_type, intra_threads=threads)
+
+    def words(tokens: Tensor) -> list[list[str]]:
+        return [[tokenizer.chars[i] for i in row] for row in tokens.tolist()]
+
+    def generate(prompt: Tensor, n_new: int) -> Tensor:
+        answers = generator.generate_batch(
+            words(prompt), max_length=n_new, min_length=n_new, sampling_topk=1, include_prompt_in_result=False
+        )
+        return torch.tensor([answer.sequences_ids[0] for answer in answers])
+
+    def read(prompt: Tensor) -> None:
+        generator.generate_batch(
+            words(prompt), max_length=1, min_length=1, sampling_topk=1, include_prompt_in_result=False
+        )
+
+    return Engine(generate, read, exact=compute_type == "float32")
+
+
+def engines(shape: str, threads: int, names: list[str]) -> dict[str, Engine]:
+    """The engines of these names, all with the same weights."""
+    model = make_model(shape)
+    make: dict[str, Callable[[], Engine]] = {
+        PEER: lambda: theirs(model),
+        PLAIN: lambda: ours(model),
+        PACKED: lambda: ours(pack(copy.deepcopy(model))),
+        CT2: lambda: ctranslate2(model, threads),
+        CT2_INT8: lambda: ctranslate2(model, threads, "int8"),
+    }
+    return {name: make[name]() for name in names}
