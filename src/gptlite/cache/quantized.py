@@ -137,23 +137,7 @@ class QuantizedCache(TrackedCache):
         # nothing fails from here on
         self.keys |= dict(settled[: len(held)])
         self.values |= dict(settled[len(held) :])
-        self._real = {}
-        segments = []
-        for members, pos, rows in plan:
-            keys = tuple(sequences[b] for b in members)
-            slots = []  # per row, where among its keys the new ones come
-            for key, row in zip(keys, pos.tolist(), strict=True):
-                if key not in self.positions:
-                    self._begin(key)
-                begin, self._real[key] = len(self.positions[key]), [i for i, p in enumerate(row) if p >= 0]
-                self.positions[key] = self.positions[key] + [row[i] for i in self._real[key]]
-                slots.append(range(begin, len(self.positions[key])))
-            known = [self.positions[key] for key in keys]
-            T = max(1, *map(len, known))
-            k_pos = torch.tensor([row + [-1] * (T - len(row)) for row in known], device=self.device)  # [B, T]
-            mask = self._step_mask(keys, parents and [parents[b] for b in members], slots, T)
-            segments.append(Segment(rows, pos.to(self.device), keys, k_pos=k_pos, mask=mask))
-        return segments
+        return self._grow(plan, sequences, parents, self._begin)
 
     def _append(self, layer: int, k: Tensor, v: Tensor | None, segment: Segment) -> None:
         """Puts the real tokens of k and v [B, G, S, D] behind what each sequence has."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from gptlite.cache.contract import Cache, Parents, kept_indices, tree_mask
+from gptlite.cache.contract import Cache, Parents, Segment, kept_indices, tree_mask
 
 if TYPE_CHECKING:
     from gptlite.model import GPTlite
@@ -58,6 +58,38 @@ class TrackedCache(Cache):
             if tree is not None:
                 mask[b, 0, :, list(slots[b])] = tree_mask(tree)[:, self._real[key]]
         return mask.to(self.device)
+
+    def _grow(
+        self,
+        plan: list[tuple[list[int], Tensor, Tensor | None]],
+        sequences: Sequence[Hashable],
+        parents: Parents,
+        begin: Callable[[Hashable], None],
+    ) -> list[Segment]:
+        """Takes in the positions of a planned step whose tokens come behind those that each sequence has.
+
+        Args:
+            plan: what `plan_rows` gave.
+            begin: makes an empty sequence, called for each one that is new.
+        Returns: the step's segments, with k_pos [B, T] of all that a row then holds.
+        """
+        self._real = {}
+        segments = []
+        for members, pos, rows in plan:
+            keys = tuple(sequences[b] for b in members)
+            slots = []  # per row, where among its keys the new ones come
+            for key, row in zip(keys, pos.tolist(), strict=True):
+                if key not in self.positions:
+                    begin(key)
+                n_held, self._real[key] = len(self.positions[key]), [i for i, p in enumerate(row) if p >= 0]
+                self.positions[key] = self.positions[key] + [row[i] for i in self._real[key]]
+                slots.append(range(n_held, len(self.positions[key])))
+            known = [self.positions[key] for key in keys]
+            T = max(1, *map(len, known))
+            k_pos = torch.tensor([row + [-1] * (T - len(row)) for row in known], device=self.device)  # [B, T]
+            mask = self._step_mask(keys, parents and [parents[b] for b in members], slots, T)
+            segments.append(Segment(rows, pos.to(self.device), keys, k_pos=k_pos, mask=mask))
+        return segments
 
     def _cut(self, sequences: Sequence[Hashable], kept: Sequence[int | Sequence[int]]) -> list[tuple[int, list[int]]]:
         """Cuts the positions as `keep` says, after checking every sequence.
