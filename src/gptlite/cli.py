@@ -452,6 +452,24 @@ def _add_checkpoint(parser: Parser) -> None:
     )
 
 
+def _add_settings(
+    parser: Parser, lr: float, save_every: int, batch_size: int = 16, optimizer: str = "muon", warmup: int = 10
+) -> None:
+    """The options of a short run that begins with a trained model, by the fields of `TrainSettings`."""
+    count = whole(1, 65_536)
+    parser.add_argument("--batch-size", type=count, default=batch_size, help=f"windows per step ({batch_size})")
+    parser.add_argument("--lr", type=float, default=lr, help=f"peak learning rate ({lr})")
+    parser.add_argument("--optimizer", choices=("muon", "adamw"), default=optimizer, help=f"({optimizer})")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of the products (fp32)")
+    parser.add_argument("--warmup", type=whole(0), default=warmup, help=f"steps over which the rate rises ({warmup})")
+    parser.add_argument("--cooldown", type=float, default=1.0, help="share of the steps over which it falls (1)")
+    parser.add_argument("--weight-decay", type=float, default=0.0, help="of the blocks' matrices (0)")
+    parser.add_argument(
+        "--save-every", type=whole(1), default=save_every, help=f"steps between points of the curve ({save_every})"
+    )
+    parser.add_argument("--seed", type=whole(0, MAX_SEED), default=1, help="of new weights and of the batches (1)")
+
+
 def _add_device(parser: Parser) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps (default: auto)")
 

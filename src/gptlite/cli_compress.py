@@ -7,7 +7,16 @@ import shlex
 from dataclasses import fields
 from pathlib import Path
 
-from gptlite.cli import MAX_SEED, Parser, _add_checkpoint, _add_device, _add_text, _corpus, _is_writable, choose_device
+from gptlite.cli import (
+    Parser,
+    _add_checkpoint,
+    _add_device,
+    _add_settings,
+    _add_text,
+    _corpus,
+    _is_writable,
+    choose_device,
+)
 from gptlite.cli import whole as whole_number
 
 
@@ -27,15 +36,7 @@ def _add_prune(parser: Parser) -> None:
         help="importance of heads and neurons, for one-shot and iterative (default: activation)",
     )
     parser.add_argument("--steps", type=whole_number(1), default=1000, help="of training (default: 1000)")
-    parser.add_argument("--batch-size", type=whole_number(1, 65_536), default=2, help="windows per step (default: 2)")
-    parser.add_argument("--lr", type=float, default=0.002, help="peak learning rate (default: 0.002)")
-    parser.add_argument("--optimizer", choices=("muon", "adamw"), default="adamw", help="(default: adamw)")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of the products (default: fp32)")
-    parser.add_argument("--warmup", type=whole_number(0), default=20, help="steps over which the rate rises (20)")
-    parser.add_argument("--cooldown", type=float, default=1.0, help="share of the steps over which it falls (1)")
-    parser.add_argument("--weight-decay", type=float, default=0.0, help="of the blocks' matrices (default: 0)")
-    parser.add_argument("--save-every", type=whole_number(1), default=50, help="steps between points of the curve (50)")
-    parser.add_argument("--seed", type=whole_number(0, MAX_SEED), default=1, help="of batches and weights (1)")
+    _add_settings(parser, lr=0.002, batch_size=2, optimizer="adamw", warmup=20, save_every=50)
     _add_checkpoint(parser)
     _add_text(parser)
     parser.add_argument("--out", metavar="FILE", required=True, help="checkpoint to write, ends in .safetensors")

@@ -8,7 +8,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from gptlite.cli import MAX_SEED, Parser, _add_checkpoint, _add_device, _add_text, _corpus, _is_writable, choose_device
+from gptlite.cli import (
+    Parser,
+    _add_checkpoint,
+    _add_device,
+    _add_settings,
+    _add_text,
+    _corpus,
+    _is_writable,
+    choose_device,
+)
 from gptlite.cli import whole as whole_number
 
 
@@ -26,15 +35,7 @@ def _add_convert(parser: Parser) -> None:
     parser.add_argument("--steps", type=whole_number(0), default=0, help="of uptraining (default: 0, none)")
     parser.add_argument("--parts", choices=("all", "attention"), default="all", help="weights that move (default: all)")
     parser.add_argument("--no-teacher", action="store_true", help="learn the text, not the distribution of the model")
-    parser.add_argument("--batch-size", type=whole_number(1, 65_536), default=16, help="windows per step (default: 16)")
-    parser.add_argument("--lr", type=float, default=0.003, help="peak learning rate (default: 0.003)")
-    parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon", help="(default: muon)")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of the products (default: fp32)")
-    parser.add_argument("--warmup", type=whole_number(0), default=10, help="steps over which the rate rises (10)")
-    parser.add_argument("--cooldown", type=float, default=1.0, help="share of the steps over which it falls (1)")
-    parser.add_argument("--weight-decay", type=float, default=0.0, help="of the blocks' matrices (default: 0)")
-    parser.add_argument("--save-every", type=whole_number(1), default=20, help="steps between points of the curve (20)")
-    parser.add_argument("--seed", type=whole_number(0, MAX_SEED), default=1, help="of the batches (default: 1)")
+    _add_settings(parser, lr=0.003, save_every=20)
     _add_checkpoint(parser)
     _add_text(parser)
     parser.add_argument("--out", metavar="FILE", required=True, help="checkpoint to write, ends in .safetensors")

@@ -8,7 +8,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from gptlite.cli import MAX_SEED, Parser, _add_checkpoint, _add_device, _add_text, _corpus, _is_writable, choose_device
+from gptlite.cli import (
+    Parser,
+    _add_checkpoint,
+    _add_device,
+    _add_settings,
+    _add_text,
+    _corpus,
+    _is_writable,
+    choose_device,
+)
 from gptlite.cli import whole as whole_number
 
 ABOUT = {
@@ -32,15 +41,7 @@ def _add_heads(parser: Parser) -> None:
                 "--layers", type=whole_number(1), nargs="+", default=[2, 3], help="after which layers (default: 2 3)"
             )
         each.add_argument("--steps", type=whole_number(1), required=True, help="steps of the run")
-        each.add_argument("--batch-size", type=whole_number(1, 65_536), default=16, help="windows per step (16)")
-        each.add_argument("--lr", type=float, default=0.003, help="peak learning rate (default: 0.003)")
-        each.add_argument("--optimizer", choices=("muon", "adamw"), default="muon", help="(default: muon)")
-        each.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of the products (fp32)")
-        each.add_argument("--warmup", type=whole_number(0), default=10, help="steps over which the rate rises (10)")
-        each.add_argument("--cooldown", type=float, default=1.0, help="share of the steps over which it falls (1)")
-        each.add_argument("--weight-decay", type=float, default=0.0, help="of the blocks' matrices (default: 0)")
-        each.add_argument("--save-every", type=whole_number(1), default=50, help="steps between points of the curve")
-        each.add_argument("--seed", type=whole_number(0, MAX_SEED), default=1, help="of weights and batches (1)")
+        _add_settings(each, lr=0.003, save_every=50)
         _add_checkpoint(each)
         _add_text(each)
         each.add_argument("--out", metavar="FILE", required=True, help="file to write, ends in .safetensors")
