@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gptlite.cache.contract import Cache, Segment
 from gptlite.layers import linear_layers, replace_linear
 from gptlite.model import GPTlite, MultiHeadAttention
 
@@ -112,4 +114,62 @@ def _fused(mha: MultiHeadAttention) -> MultiHeadAttention:
     # its own `mix` and `mask` stay
     new.__class__ = type(f"Packed{type(mha).__name__}", (PackedAttention, type(mha)), {})
     new.shape, new.qkv_proj = shape, PackedLinear(*layers)
+    return new
+
+
+class CompiledStep:
+    """A model's body with its decode step compiled for the weights it has; other steps run as they did.
+
+    Args:
+        run: the body, `GPTlite.run`.
+        config: what the compiler is told, names of `torch._inductor.config`.
+    """
+
+    def __init__(self, run: Callable[[Tensor, list[Segment], Cache | None], Tensor], config: dict[str, bool]) -> None:
+        self.plain, self.config = run, config
+        self.compiled = torch.compile(run)
+
+    def __call__(self, tokens: Tensor, segments: list[Segment], cache: Cache | None = None) -> Tensor:
+        """tokens [n_new] -> hidden states [n_new, d], as `GPTlite.run`."""
+        if cache is None or len(segments) > 1 or segments[0].positions.shape[1] > 1:
+            return self.plain(tokens, segments, cache)
+        k_pos = segments[0].k_pos
+        if k_pos is not None:
+            torch._dynamo.mark_dynamic(k_pos, 1)  # T grows with every step: one program serves all
+        # a first call compiles, and any later one whose shapes are new
+        with torch._inductor.config.patch(self.config):
+            return self.compiled(tokens, segments, cache)
+
+
+def compile_step(model: GPTlite, autotune: bool = True) -> GPTlite:
+    """The same model with its decode step compiled, weights frozen into it; one program for any number of keys.
+
+    A small model's step is mostly the cost of starting its operations. Compiled {cite}`pytorch2024`, those
+    between two products become one, and a product's kernel is generated and timed for the very shape of its weight.
+    It takes from ten seconds to minutes, once for each batch size, at the first step of that size.
+
+    Convert, quantise and swap before, and do not pack: the compiler packs. Weights that it packs are copies, so the
+    memory of the weights doubles; the parameters stay for prefill. Change none afterwards: the decode step would see
+    some of the changes and not others.
+
+    Args:
+        model: in eval mode; its weights are shared with the result.
+        autotune: time several kernels for each product; without it compiling is faster and the step slower.
+    Returns: a model for `generate`, an engine or `decode_step`.
+    Raises: ValueError when the model is in training mode, or packed.
+    """
+    if model.training:
+        raise ValueError("the model is in training mode, a compiled step needs model.eval()")
+    if any(isinstance(module, PackedLinear) for module in model.modules()):
+        raise ValueError("the model is packed, compile it as it was before: the compiler packs its weights itself")
+    config = {"freezing": True, "cpp_wrapper": True, "max_autotune": autotune}
+    new: Any = copy.copy(model)
+    new.run = CompiledStep(model.run, config)
+    head = torch.compile(model.head)
+
+    def compiled_head(hidden: Tensor) -> Tensor:
+        with torch._inductor.config.patch(config):
+            return head(hidden.contiguous())  # after a prefill the rows lie apart
+
+    new.head = compiled_head
     return new

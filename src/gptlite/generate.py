@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gptlite.cache.contract import Cache
 from gptlite.model import GPTlite
-from gptlite.sampling import SamplingParams, probabilities, sample
+from gptlite.sampling import SamplingParams, greedy, probabilities, sample
 
 Overflow = Literal["error", "slide", "clamp"]
 
@@ -87,26 +87,26 @@ def _stream(
     generators: list[torch.Generator],
 ) -> Iterator[Tensor]:
     n, window = tokens.shape[1], model.context_length
-    if cache is None:
-        logits = prefill(model, tokens[:, -window:])
-    else:
-        logits = prefill(model, tokens[:, -window:], cache, getattr(cache, "chunk", None))
+    chunk = getattr(cache, "chunk", None)  # a ring takes so many tokens at once
+    text = [tokens[:, -window:]]
+    logits = prefill(model, text[0], cache, chunk)
     for step in range(n_new):
-        u = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in generators])  # [B]
-        new = sample(probabilities(logits, params), u)  # [B]
+        if params.temperature == 0:
+            new = greedy(logits)  # [B]
+        else:
+            u = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in generators])  # [B]
+            new = sample(probabilities(logits, params), u)  # [B]
         yield new
         if step == n_new - 1:
             return
-        tokens = torch.cat([tokens, new[:, None]], dim=1)
-        n += 1
-        if cache is None:
-            logits = prefill(model, tokens[:, -window:])
-        elif n <= window:
+        text.append(new[:, None])
+        if cache is not None and n + step < window:
             logits = decode_step(model, new, cache)
-        elif overflow == "slide":
-            # every cached position is off by one now: nothing can be kept
-            _restart(cache, len(tokens))
-            logits = prefill(model, tokens[:, -window:], cache, getattr(cache, "chunk", None))
+        elif cache is None or overflow == "slide":
+            if cache is not None:  # every cached position is off by one now: nothing can be kept
+                _restart(cache, len(tokens))
+            text = [torch.cat(text, dim=1)[:, -window:]]  # [B, n]
+            logits = prefill(model, text[0], cache, chunk)
         else:
             _forget_oldest(cache, len(tokens), keep=window - 1)
             logits = decode_step(model, new, cache, position=window - 1)

@@ -39,22 +39,27 @@ class MultiHeadAttention(nn.Module):
 
         A variant gives None for the values when its keys are latents that hold both.
         """
-        n_kv_heads = self.kv_shape[0]
-        q = self.query_proj(x).unflatten(-1, (-1, self.d_head))  # [n, H, D]
-        k = self.key_proj(x).unflatten(-1, (-1, self.d_head))  # [n, G, D]
-        v = self.value_proj(x).unflatten(-1, (n_kv_heads, -1))  # [n, G, Dv]
+        n = len(x)
+        q = self.query_proj(x).view(n, -1, self.d_head)  # [n, H, D]
+        k = self.key_proj(x).view(n, -1, self.d_head)  # [n, G, D]
+        v = self.value_proj(x).view(n, k.shape[1], -1)  # [n, G, Dv]
         return q, k, v
 
-    def mask(self, segment: Segment, k_pos: Tensor) -> Tensor:
-        """The mask [B, 1 or G, S, T] that `mix` gets; a variant that masks by tile never makes the whole of it."""
+    def mask(self, segment: Segment, k_pos: Tensor) -> Tensor | None:
+        """The mask [B, 1 or G, S, T] that `mix` gets, None where nothing is masked.
+
+        A variant that masks by tile never makes the whole of it.
+        """
+        if self.window is None and segment.sees_all:
+            return None
         return segment.visible(k_pos, self.window, self.sinks)
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tensor, mask: Tensor) -> Tensor:
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tensor, mask: Tensor | None) -> Tensor:
         """Attention of one segment: q [B, H, S, D], k [B, G, T, D], v [B, G, T, Dv] -> [B, H, S, Dv].
 
         Args:
             q_pos, k_pos: positions [B, S] and [B, T], for a variant that skips what cannot be seen.
-            mask: bool [B, 1 or G, S, T], which keys each query sees; `Segment.visible` made it.
+            mask: bool [B, 1 or G, S, T], which keys each query sees, from `Segment.visible`; None: it sees all.
         """
         return attend(q, k, v, mask, self.scale)
 
@@ -70,8 +75,9 @@ class MultiHeadAttention(nn.Module):
                 out = self.mix(qs, ks, vs, segment.positions, segment.positions, mask)  # type: ignore[arg-type]
             else:
                 out = cache.attend(layer, qs, ks, vs, segment, self)
-            mixed.append(out.transpose(1, 2).flatten(0, 1).flatten(1))  # [B * S, H * Dv]
-        return self.dropout(self.out_proj(unpack(mixed, segments)))
+            mixed.append(out.transpose(1, 2).reshape(segment.positions.numel(), -1))  # [B * S, H * Dv]
+        out = self.out_proj(unpack(mixed, segments))
+        return self.dropout(out) if self.training else out
 
 
 def unpack(parts: list[Tensor], segments: list[Segment]) -> Tensor:
@@ -93,11 +99,12 @@ class FeedForward(nn.Module):
             nn.Linear(config.d_model, config.d_ff),
             nn.ReLU(),
             nn.Linear(config.d_ff, config.d_model),
-            nn.Dropout(config.dropout),
         )
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
+        out = self.net(x)
+        return self.dropout(out) if self.training else out
 
 
 class Block(nn.Module):
@@ -184,20 +191,21 @@ class GPTlite(nn.Module):
     @staticmethod
     def next_positions(n_rows: int, n_new: int, cache: Cache | None) -> Tensor:
         """Positions [B, S] of the next S tokens of a cache's sequences 0 to B - 1; from 0 without a cache."""
-        starts = [0 if cache is None else cache.next_position(b) for b in range(n_rows)]
-        return torch.tensor(starts)[:, None] + torch.arange(n_new)
+        starts = torch.tensor([[0 if cache is None else cache.next_position(b)] for b in range(n_rows)])  # [B, 1]
+        return starts if n_new == 1 else starts + torch.arange(n_new)
 
     def check(self, tokens: Tensor, positions: Tensor) -> None:
         """Checks tokens and positions, each [B, S] or packed [n].
 
         Raises: ValueError when a token is outside the vocabulary or a position outside the context window.
         """
-        if tokens.min() < 0 or tokens.max() >= self.token_embedding.num_embeddings:
-            worst = tokens.min() if tokens.min() < 0 else tokens.max()
-            raise ValueError(f"token {int(worst)} is outside the vocabulary of {self.token_embedding.num_embeddings}")
-        if positions.min() < -1 or positions.max() >= self.context_length:
-            worst = positions.min() if positions.min() < -1 else positions.max()
-            raise ValueError(f"position {int(worst)} is outside the context window of {self.context_length} tokens")
+        V, n = self.token_embedding.num_embeddings, self.context_length
+        low, high = (int(end) for end in tokens.aminmax())
+        if low < 0 or high >= V:
+            raise ValueError(f"token {low if low < 0 else high} is outside the vocabulary of {V}")
+        low, high = (int(end) for end in positions.aminmax())
+        if low < -1 or high >= n:
+            raise ValueError(f"position {low if low < -1 else high} is outside the context window of {n} tokens")
 
     def run(self, tokens: Tensor, segments: list[Segment], cache: Cache | None = None) -> Tensor:
         """One step over packed tokens: the body of the model, free of Python state, so that it compiles.
@@ -210,7 +218,7 @@ class GPTlite(nn.Module):
         """
         positions = unpack([segment.positions.flatten() for segment in segments], segments)  # [n_new]
         x = self.token_embedding(tokens) + self.position_embedding(positions.clamp(min=0))  # [n_new, d]
-        x = self.dropout(x)
+        x = self.dropout(x) if self.training else x
         for layer, block in enumerate(self.blocks):
             x = block(x, segments, cache, layer)
         return self.ln(x)

@@ -89,6 +89,20 @@ def probabilities(
     return torch.where(tau == 0, torch.zeros_like(probs).scatter(-1, best, 1.0), probs)
 
 
+def greedy(logits: Tensor) -> Tensor:
+    """The most probable token of each row: what the one-hot of `probabilities` holds at temperature 0, at once.
+
+    Args:
+        logits: [B, V].
+    Returns: tokens [B], int64.
+    Raises: ValueError when a row holds NaN or an infinite value.
+    """
+    best = logits.argmax(-1, keepdim=True)  # [B, 1]; where the row has a NaN, that
+    if not bool(logits.gather(-1, best).isfinite().all()):
+        raise ValueError("a row of logits holds NaN or an infinite value")
+    return best[:, 0]
+
+
 def sample(probs: Tensor, u: Tensor) -> Tensor:
     """Draws one token per row by inverting its distribution function.
 

@@ -36,6 +36,8 @@ class _Writes(TorchDispatchMode):
             self.written.joined += result.nbytes
         elif name == "index_put_" and _is_float(result):
             self.written.in_place += args[2].nbytes  # the values
+        elif name == "copy_" and _is_float(result):
+            self.written.in_place += result.nbytes
         return result
 
 

@@ -1,29 +1,32 @@
-"""Packed weights compute the same: with every cache, with grouped heads, and for one token as for many."""
+"""Packed weights and a compiled step compute the same: with grouped heads, and for one token as for many."""
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
 
 import gptlite
+from gptlite.cache.contract import whole_batch
 from gptlite.cache.dense import DynamicCache, StaticCache
 from gptlite.cache.paged import PagedCache
 from gptlite.checkpoint import save_checkpoint
 from gptlite.config import GPTConfig
 from gptlite.data import CharTokenizer
-from gptlite.fast import MIN_WEIGHTS, PackedAttention, PackedLinear, pack
+from gptlite.fast import MIN_WEIGHTS, PackedAttention, PackedLinear, compile_step, pack
+from gptlite.generate import decode_step, prefill
 from gptlite.model import GPTlite
 from gptlite.sampling import GREEDY
 from gptlite.variants.mla import to_latent
 from gptlite.variants.swap import swap_attention
 
-LARGE = {"d_model": 200, "n_heads": 6, "d_head": 40}  # widths that no block size divides
+LARGE = {"n_layers": 2, "d_model": 200, "n_heads": 6, "d_head": 40}  # widths that no block size divides
 
 
 def make(**changes: int) -> GPTlite:
     torch.manual_seed(0)
-    return GPTlite(GPTConfig(50, 32, n_layers=2, **{**LARGE, "n_kv_heads": 3, **changes})).eval()
+    return GPTlite(GPTConfig(50, 32, **{**LARGE, "n_kv_heads": 3, **changes})).eval()
 
 
 @pytest.fixture
@@ -148,3 +151,46 @@ def test_packing_after_a_swap_keeps_the_swapped_attention(model: GPTlite) -> Non
     # packing twice changes nothing more, also where the head is packed
     kinds = [type(block.mha) for block in model.blocks]
     assert [type(block.mha) for block in pack(model).blocks] == kinds
+
+
+@pytest.fixture
+def few_programs() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def test_a_compiled_step_generates_the_same_with_one_program(few_programs: None) -> None:
+    model = make(n_layers=1)
+    prompt = torch.randint(50, (2, 5))
+    compiled = compile_step(model, autotune=False)
+    counter = torch._dynamo.utils.counters["stats"]
+    counts = []
+    for n_new in (3, 20, 27):  # a longer cache is another shape, which is left open from then on
+        expected = gptlite.generate(model, prompt, n_new, GREEDY)
+        assert torch.equal(gptlite.generate(compiled, prompt, n_new, GREEDY, StaticCache(model, 2, 32)), expected)
+        counts.append(counter["unique_graphs"])
+    assert counts == [2, 2, 2]  # the body's and the head's, for every T from 6 to 31
+    caches = [StaticCache(model, 2, 32) for _ in range(2)]
+    found, plain = (
+        [prefill(m, prompt, c), decode_step(m, torch.tensor([3, 7]), c)] for m, c in zip((compiled, model), caches)
+    )
+    torch.testing.assert_close(found, plain, rtol=0, atol=1e-5)
+    assert counter["unique_graphs"] == 2
+
+
+def test_steps_that_are_no_decode_step_run_as_they_did(few_programs: None) -> None:
+    model = make(n_layers=1)
+    compiled = compile_step(model, autotune=False)
+    tokens = torch.randint(50, (2, 9))
+    whole = [whole_batch(torch.arange(9).expand(2, 9))]
+    assert torch.equal(compiled.run(tokens.flatten(), whole), model.run(tokens.flatten(), whole))
+    cache = PagedCache(model, 40)
+    assert torch.equal(prefill(compiled, tokens, cache, chunk=4).argmax(-1), model(tokens)[:, -1].argmax(-1))
+
+
+def test_what_cannot_be_compiled_is_refused(model: GPTlite) -> None:
+    with pytest.raises(ValueError, match="training mode"):
+        compile_step(copy.deepcopy(model).train())
+    with pytest.raises(ValueError, match="the model is packed"):
+        compile_step(pack(model))

@@ -35,6 +35,7 @@ class Segment:
         slots: where in its line each token is stored [B, S].
         k_pos: positions of the keys that the rows attend to [B, T]; -1 is a hole.
         mask: bool [B, 1, S, T], which keys a tree of drafts lets each token see; None where there is no tree.
+        sees_all: whether the cache knows that nothing is masked: each token sees every key, and is the last of them.
     """
 
     rows: Tensor | None
@@ -45,6 +46,7 @@ class Segment:
     slots: Tensor | None = None
     k_pos: Tensor | None = None
     mask: Tensor | None = None
+    sees_all: bool = False
     _visible: dict[tuple[int | None, int], Tensor] = field(default_factory=dict, repr=False)
 
     def visible(self, k_pos: Tensor, window: int | None = None, sinks: int = 0) -> Tensor:
@@ -63,7 +65,7 @@ class Segment:
 
     def take(self, packed: Tensor) -> Tensor:
         """The segment's part of packed [n, ...] as [B, S, ...]."""
-        return (packed if self.rows is None else packed[self.rows]).unflatten(0, self.positions.shape)
+        return (packed if self.rows is None else packed[self.rows]).view(*self.positions.shape, *packed.shape[1:])
 
 
 class Cache:

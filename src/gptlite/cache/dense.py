@@ -105,11 +105,12 @@ class StaticCache(TrackedCache):
         model: the model whose keys and values it keeps; read for the shape of each layer.
         n_sequences: lines of memory, one per sequence.
         max_tokens: tokens that a line holds.
-        bucket: T is padded to a multiple of it, so that few shapes occur and a compiled step is used again.
+        bucket: T is padded to a multiple of it, so that few shapes occur and a compiled step is used again; 1 reads
+            no further than is filled, and a step of one token per sequence then needs no mask.
     Raises: ValueError when a count is not a whole number of at least 1.
     """
 
-    def __init__(self, model: GPTlite, n_sequences: int, max_tokens: int, bucket: int = 64) -> None:
+    def __init__(self, model: GPTlite, n_sequences: int, max_tokens: int, bucket: int = 1) -> None:
         check_counts(n_sequences=n_sequences, max_tokens=max_tokens, bucket=bucket)
         super().__init__(model)
         self.max_tokens, self.bucket = max_tokens, bucket
@@ -151,42 +152,61 @@ class StaticCache(TrackedCache):
         # everything that can fail comes before anything that changes
         new_lines = self._take_lines(sequences)
         real, taken = {}, {}
-        for key, row in zip(sequences, positions, strict=True):
-            real[key] = [i for i, p in enumerate(row.tolist()) if p >= 0]
-            taken[key] = self._next_slots(len(self._slots.get(key, ())), len(real[key]), key)
+        for members, pos, _ in plan:
+            for b, row in zip(members, pos.tolist(), strict=True):
+                key = sequences[b]
+                real[key] = [i for i, p in enumerate(row) if p >= 0]
+                taken[key] = self._next_slots(len(self._slots.get(key, ())), len(real[key]), key)
         self._lines |= new_lines
         self._real = real
         segments = []
         for members, pos, rows in plan:
             keys = tuple(sequences[b] for b in members)
-            slots = torch.full(pos.shape, self.max_tokens)  # [B, S]; holes go to the spare slot
-            for b, (key, row) in enumerate(zip(keys, pos.tolist(), strict=True)):
-                slots[b, real[key]] = torch.tensor(taken[key], dtype=torch.int64)
-                self._slots[key] = self._slots.get(key, []) + taken[key]
-                self.positions[key] = self.positions.get(key, []) + [row[i] for i in real[key]]
-            used = max(1 + max(self._slots[key], default=0) for key in keys)
+            slots = []  # [B, S]; holes go to the spare slot
+            for key, row in zip(keys, pos.tolist(), strict=True):
+                next_slot = iter(taken[key])
+                slots.append([next(next_slot) if p >= 0 else self.max_tokens for p in row])
+                self._slots.setdefault(key, []).extend(taken[key])
+                self.positions.setdefault(key, []).extend(row[i] for i in real[key])
+            used = max(1, *(min(len(self._slots[key]), self.max_tokens) for key in keys))
             T = min(self.max_tokens, -(-used // self.bucket) * self.bucket)
             numbers = [self._lines[key] for key in keys]
             lines = torch.tensor(numbers, device=self.device)  # [B]
-            slots, pos = slots.to(self.device), pos.to(self.device)
-            self.k_pos[lines[:, None], slots] = pos
+            at, pos = torch.tensor(slots, device=self.device), pos.to(self.device)  # [B, S]
+            self.k_pos[lines[:, None], at] = pos
             # neighbouring lines are read where they lie; others are gathered
             begin, end = numbers[0], numbers[0] + len(numbers)
             span = slice(begin, end) if numbers == list(range(begin, end)) else lines
-            mask = self._step_mask(keys, parents and [parents[b] for b in members], [taken[key] for key in keys], T)
-            segments.append(Segment(rows, pos, keys, lines, span, slots, self.k_pos[span, :T], mask))
+            trees = parents and [parents[b] for b in members]
+            mask = self._step_mask(keys, trees, [taken[key] for key in keys], T)
+            segment = Segment(rows, pos, keys, lines, span, at, self.k_pos[span, :T], mask)
+            segment.sees_all = mask is None and self._last_of_all(keys, slots, T) and isinstance(span, slice)
+            segments.append(segment)
         return segments
 
+    def _last_of_all(self, keys: Sequence[Hashable], slots: list[list[int]], T: int) -> bool:
+        """Whether each row has one new token, in slot T - 1, whose position is past those of all the keys before it."""
+        # read in whole buckets, the answer would change from step to step, and a compiled step with it
+        if self.bucket > 1 or any(row != [T - 1] for row in slots):
+            return False
+        return all(self.positions[key][-1] == max(self.positions[key]) for key in keys)
+
     def update(self, layer: int, k: Tensor, v: Tensor | None, segment: Segment) -> tuple[Tensor, Tensor | None, Tensor]:
-        lines, span, slots, k_pos = segment.lines, segment.span, segment.slots, segment.k_pos
+        assert segment.k_pos is not None
+        keys = self._write(self.k[layer], k, segment)  # [B, G, T, Dk]
+        return keys, None if v is None else self._write(self.v[layer], v, segment), segment.k_pos
+
+    @staticmethod
+    def _write(stored: Tensor, new: Tensor, segment: Segment) -> Tensor:
+        """Writes new [B, G, S, D] into its slots of stored [lines, G, size, D], and reads [B, G, T, D]."""
+        lines, slots, k_pos = segment.lines, segment.slots, segment.k_pos
         assert lines is not None and slots is not None and k_pos is not None
-        T = k_pos.shape[1]
-        self.k[layer][lines[:, None], :, slots] = k.transpose(1, 2)  # [B, S, G, Dk]
-        keys = self.k[layer][span, :, :T]  # [B, G, T, Dk]
-        if v is None:
-            return keys, None, k_pos
-        self.v[layer][lines[:, None], :, slots] = v.transpose(1, 2)  # [B, S, G, Dv]
-        return keys, self.v[layer][span, :, :T], k_pos
+        if segment.sees_all:  # each row's last key, side by side
+            read = stored[segment.span, :, : k_pos.shape[1]]
+            read[:, :, -1:] = new
+            return read
+        stored[lines[:, None], :, slots] = new.transpose(1, 2)  # [B, S, G, D]
+        return stored[segment.span, :, : k_pos.shape[1]]
 
     def fits(self, new: Mapping[Hashable, int]) -> bool:
         lines = len(self.k_pos) - len(self._lines)
@@ -273,6 +293,9 @@ class RingCache(StaticCache):
     def fits(self, new: Mapping[Hashable, int]) -> bool:
         lines = len(self.k_pos) - len(self._lines)
         return sum(key not in self._lines for key in new) <= lines and all(n <= self.chunk for n in new.values())
+
+    def _last_of_all(self, keys: Sequence[Hashable], slots: list[list[int]], T: int) -> bool:
+        return False  # the window masks in any case
 
     def _next_slots(self, n_held: int, n_new: int, sequence: Hashable) -> list[int]:
         if n_new > self.chunk:

@@ -48,6 +48,7 @@ class QuantizedText(Cache):
             raise ValueError(f"{type(attention).__name__} mixes in its own way, only plain attention is measured here")
         H, G, S = q.shape[1], k.shape[1], q.shape[2]
         seen = attention.mask(segment, segment.positions.to(q.device))  # bool [B, 1, S, S]
+        assert seen is not None  # a text that is read whole has something to mask
         coded_k, coded_v = (_coded(rule, S, q.device) for rule in (self.recipe.key_rule, self.recipe.value_rule))
         grouped = q.unflatten(1, (G, H // G)) * attention.scale  # [B, G, H/G, S, D]
         codes, plain = (grouped @ part[:, :, None].mT for part in (self.recipe.keys.rounded(k), k))

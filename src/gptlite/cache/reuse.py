@@ -62,7 +62,7 @@ class PrefixCache(StaticCache):
         store: a `BlockStore` or a `RadixStore`; several caches of one model may share it.
     """
 
-    def __init__(self, model: GPTlite, n_sequences: int, max_tokens: int, store: PrefixStore, bucket: int = 64) -> None:
+    def __init__(self, model: GPTlite, n_sequences: int, max_tokens: int, store: PrefixStore, bucket: int = 1) -> None:
         super().__init__(model, n_sequences, max_tokens, bucket)
         self.store = store
         self._texts: dict[Hashable, list[int]] = {}  # the tokens that are known of each sequence, from its first

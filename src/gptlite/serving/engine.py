@@ -14,7 +14,7 @@ from gptlite.cache.contract import Cache, Segment
 from gptlite.config import check_counts
 from gptlite.measure import synchronize
 from gptlite.model import GPTlite
-from gptlite.sampling import SamplingParams, probabilities, sample
+from gptlite.sampling import SamplingParams, greedy, probabilities, sample
 from gptlite.serving.arrivals import Arrival, WallClock
 from gptlite.serving.metrics import StepRecord
 from gptlite.serving.scheduler import Preemption, Scheduled, Scheduler
@@ -226,10 +226,7 @@ class Engine:
             sequences, parents, logits = _with_siblings(sequences, logits)
         params = [sequence.request.params for sequence in sequences]
         if all(p.temperature == 0 for p in params):
-            best = logits.argmax(-1, keepdim=True)  # [B, 1], what the one-hot of `probabilities` gives
-            if not bool(logits.gather(-1, best).isfinite().all()):
-                raise ValueError("a row of logits holds NaN or an infinite value")
-            chosen = best[:, 0].tolist()
+            chosen = greedy(logits).tolist()
         else:
             numbers = [s.uniform if p.temperature else 0.0 for s, p in zip(sequences, params, strict=True)]
             u = torch.tensor(numbers, dtype=torch.float64)

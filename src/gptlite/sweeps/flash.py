@@ -111,7 +111,7 @@ def head_of(model: Any, tokens: Tensor, layer: int, head: int) -> tuple[Tensor, 
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
     class Watched(MultiHeadAttention):
-        def mix(self, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tensor, mask: Tensor) -> Tensor:
+        def mix(self, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tensor, mask: Tensor | None) -> Tensor:
             seen.append((q, k, v))
             return super().mix(q, k, v, q_pos, k_pos, mask)
 

@@ -49,7 +49,7 @@ class LatentAttention(MultiHeadAttention):
         q = self.query_proj(x).unflatten(-1, (-1, self.d_head))  # [n, H, D]
         return q, self.latent_proj(x)[:, None], None
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor | None, q_pos: Tensor, k_pos: Tensor, mask: Tensor) -> Tensor:
+    def mix(self, q: Tensor, k: Tensor, v: Tensor | None, q_pos: Tensor, k_pos: Tensor, mask: Tensor | None) -> Tensor:
         """Attention of one segment: q [B, H, S, D] over the latents k [B, 1, T, r] -> [B, H, S, D]."""
         absorb = q.shape[2] == 1 if self.absorb is None else self.absorb
         return self.absorbed(q, k, mask) if absorb else self.expanded(q, k, mask)

@@ -101,7 +101,7 @@ class SplitKVAttention(MultiHeadAttention):
         new.n_splits = n_splits
         return new
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tensor, mask: Tensor) -> Tensor:
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tensor, mask: Tensor | None) -> Tensor:
         if q.shape[2] > self.most_queries:
             return super().mix(q, k, v, q_pos, k_pos, mask)
         return split_attend(q, k, v, even_splits(k.shape[2], self.n_splits), mask, self.scale)
