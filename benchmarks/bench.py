@@ -20,13 +20,17 @@ from statistics import median
 from typing import Any
 
 import torch
-from peers import CT2, CT2_INT8, PACKED, PEER, PLAIN, Engine, engines, make_model
+from peers import COMPILED, CT2, CT2_INT8, INT8, PACKED, PEER, PLAIN, CTranslate2, Engine, engines, make_model
+from serving_vs_transformers import CONTINUOUS, STATIC, compare, timed, times_as_fast
+from serving_vs_transformers import engines as serving_engines
 from torch import Tensor
 
 import gptlite
 from gptlite.arithmetic import ModelShape, decode_costs, prefill_costs, total
 from gptlite.hardware import machine
 from gptlite.measure import Roof, machine_roof
+from gptlite.sampling import GREEDY
+from gptlite.serving.arrivals import mixed_requests
 
 NEAR = 1e-3  # two logits that close are as good as equal: rounding may choose either
 
@@ -102,9 +106,10 @@ def measure(work: Work, made: dict[str, Engine], rounds: int, roof: Roof) -> dic
     # the last character of the vocabulary is CTranslate2's end of the text
     prompt = torch.randint(model.fc_out.out_features - 1, (work.batch, work.n_prompt), generator=generator)
     agree: dict[str, int] = {}
+    first: dict[str, float] = {}
     expected: Tensor | None = None
     for name, engine in made.items():  # the warm-up, which also compares
-        tokens, _ = run(engine, work, prompt)
+        tokens, first[name] = run(engine, work, prompt)
         if tokens is not None and engine.exact:
             expected = tokens if expected is None else expected
             agree[name] = check(model, prompt, expected, tokens, name)
@@ -116,15 +121,45 @@ def measure(work: Work, made: dict[str, Engine], rounds: int, roof: Roof) -> dic
         "name": work.name,
         "seconds": seconds,
         "median_seconds": {name: median(values) for name, values in seconds.items()},
+        "first_seconds": first,  # a compiled step is compiled in it
         "rows_equal": agree,
         "least_seconds": work.least_seconds(roof),
     }
 
 
-def ratio(result: dict[str, Any], name: str, over: str) -> float:
-    """How many times as fast `name` is as `over`: the median over rounds."""
-    seconds = result["seconds"]
-    return median(theirs / own for theirs, own in zip(seconds[over], seconds[name], strict=True))
+def measure_mixed(shape: str, threads: int, rounds: int, n_requests: int = 48, batch: int = 16) -> dict[str, Any]:
+    """Requests of mixed lengths, at most `batch` at once: the engine beside static and continuous batching."""
+    model = make_model(shape)
+    longest = min(128, model.context_length // 4)  # answer, in tokens; half of it for a prompt
+    text = torch.randint(model.fc_out.out_features - 1, (longest,), generator=torch.Generator().manual_seed(1))
+    requests = mixed_requests(text, n_requests, (4, longest // 2), (8, longest), GREEDY)
+    peer = CTranslate2(model, threads)
+
+    def by_length() -> list[list[int]]:
+        order = sorted(range(n_requests), key=lambda i: requests[i].n_new)
+        outputs: list[list[int]] = [[]] * n_requests
+        for start in range(0, n_requests, batch):
+            group = order[start : start + batch]
+            answers = peer.answer([requests[i].prompt for i in group], max(requests[i].n_new for i in group))
+            for i, answer in zip(group, answers, strict=True):
+                outputs[i] = answer[: requests[i].n_new]
+        return outputs
+
+    runs = serving_engines(model, requests, batch) | {f"{CT2}, sorted by length": timed(by_length)}
+    found = compare(model, requests, runs, rounds)
+    return {"name": f"{shape}, {n_requests} mixed requests, at most {batch} at once", "requests": n_requests, **found}
+
+
+def mixed_table(result: dict[str, Any]) -> str:
+    """The result of `measure_mixed` in Markdown."""
+    lines = ["| work | engine | median | of transformers' static | of its continuous | answers equal |"]
+    lines.append("|---|---|---|---|---|---|")
+    for name, speed in result["tokens_per_second"].items():
+        over = [f"{times_as_fast(result['seconds'], name, peer):.2f} x" for peer in (STATIC, CONTINUOUS)]
+        equal = f"{result['answers_equal'][name]} of {result['requests']}"
+        lines.append(f"| {result['name']} | {name} | {speed:,.0f} token/s | {over[0]} | {over[1]} | {equal} |")
+    share = 100 * result["overhead_outside_the_model"]
+    return "\n".join([*lines, "", f"{share:.1f} % of a step of the engine with a paged cache is outside the model."])
 
 
 def table(results: list[dict[str, Any]], roof: Roof, threads: int) -> str:
@@ -140,7 +175,10 @@ def table(results: list[dict[str, Any]], roof: Roof, threads: int) -> str:
         for name, seconds in result["median_seconds"].items():
             work = result["batch"] * result["n_new"]
             speed = f"{work / seconds:,.1f} token/s" if work else f"{1e3 * seconds:,.0f} ms"
-            over = [f"{ratio(result, name, peer):.2f} x" if peer in result["seconds"] else "" for peer in (PEER, CT2)]
+            over = [
+                f"{times_as_fast(result['seconds'], name, peer):.2f} x" if peer in result["seconds"] else ""
+                for peer in (PEER, CT2)
+            ]
             equal = f"{result['rows_equal'][name]} of {result['batch']}" if name in result["rows_equal"] else ""
             share = f"{100 * result['least_seconds'] / seconds:.0f} %"
             lines.append(f"| {result['name']} | {name} | {speed} | {over[0]} | {over[1]} | {share} | {equal} |")
@@ -151,19 +189,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--full", action="store_true", help="9 rounds instead of 3")
     parser.add_argument("--shapes", nargs="+", choices=("S1", "S2", "tiny"), default=["S1", "S2"])
-    parser.add_argument("--engines", nargs="+", default=[PEER, PLAIN, PACKED, CT2, CT2_INT8])
+    parser.add_argument("--engines", nargs="+", default=[PEER, PLAIN, PACKED, COMPILED, INT8, CT2, CT2_INT8])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, help="JSON file; a table in Markdown goes to the standard output anyway")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     roof = machine_roof()
-    results = []
+    results, mixed = [], []
     for shape in args.shapes:
         made = engines(shape, args.threads, args.engines)
         for work in WORKS:
             if work.shape == shape:
                 print(f"{work.name} ...", file=sys.stderr, flush=True)
                 results.append(measure(work, made, 9 if args.full else 3, roof))
+        if shape != "S2" and CT2 in args.engines:
+            print(f"{shape}, mixed requests ...", file=sys.stderr, flush=True)
+            mixed.append(measure_mixed(shape, args.threads, 9 if args.full else 3))
     if args.out:
         content = {
             "benchmark": "bench",
@@ -172,9 +213,10 @@ def main() -> None:
             "versions": {"gptlite": gptlite.__version__, "torch": torch.__version__},
             "roof": {"bytes_per_second": roof.peak_bandwidth, "flop_per_second": roof.peak_flops},
             "results": results,
+            "mixed": mixed,
         }
         args.out.write_text(json.dumps(content, indent=1) + "\n")
-    print(table(results, roof, args.threads))
+    print("\n\n".join([table(results, roof, args.threads), *map(mixed_table, mixed)]))
 
 
 if __name__ == "__main__":

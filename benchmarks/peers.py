@@ -7,7 +7,7 @@ prompts, and what are the logits after a prompt.
 import copy
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,13 +21,16 @@ from gptlite.cache.dense import StaticCache
 from gptlite.config import GPTConfig
 from gptlite.data import CharTokenizer
 from gptlite.export import export_hf, opt_config, opt_weights
-from gptlite.fast import pack
+from gptlite.fast import compile_step, pack
 from gptlite.generate import prefill
+from gptlite.quantize.kernels import use_kernels
+from gptlite.quantize.rtn import Grid, round_to_nearest
 from gptlite.record import random_model
 from gptlite.sampling import GREEDY
 
 PEER = "transformers generate"
-PLAIN, PACKED = "gptlite", "gptlite, packed weights"
+PLAIN, PACKED, COMPILED = "gptlite", "gptlite, packed weights", "gptlite, compiled step"
+INT8 = "gptlite, int8 weights"
 CT2, CT2_INT8 = "CTranslate2", "CTranslate2, int8"
 
 # the shapes of OPT that are compared: S1 is bound by what surrounds the products, S2 by reading weights
@@ -61,7 +64,14 @@ def make_model(shape: str) -> gptlite.GPTlite:
     return random_model(SHAPES[shape], "cpu", torch.float32)
 
 
-def ours(model: gptlite.GPTlite) -> Engine:
+def int8_weights(model: gptlite.GPTlite) -> gptlite.GPTlite:
+    """The same model with the weights of all linear layers, the head's too, in INT8, and a kernel that reads them."""
+    coded = round_to_nearest(copy.deepcopy(model), Grid(8, group_size=None, symmetric=True), head=True)
+    use_kernels(coded)
+    return coded
+
+
+def ours(model: gptlite.GPTlite, exact: bool = True) -> Engine:
     """The package's plain loop over its static cache."""
 
     def generate(prompt: Tensor, n_new: int) -> Tensor:
@@ -71,7 +81,7 @@ def ours(model: gptlite.GPTlite) -> Engine:
     def read(prompt: Tensor) -> Tensor:
         return prefill(model, prompt, StaticCache(model, *prompt.shape))
 
-    return Engine(generate, read)
+    return Engine(generate, read, exact)
 
 
 def theirs(model: gptlite.GPTlite) -> Engine:
@@ -90,39 +100,43 @@ def theirs(model: gptlite.GPTlite) -> Engine:
     return Engine(generate, read)
 
 
-def ctranslate2(model: gptlite.GPTlite, threads: int, compute_type: str = "float32") -> Engine:
+class CTranslate2:
     """CTranslate2 on the exported folder; its vocabulary is a character for each token."""
-    from ctranslate2 import Generator
-    from ctranslate2.converters import TransformersConverter
 
-    first, V = 0x20000, model.fc_out.out_features  # a plane of Unicode with room for 65,536 characters
-    tokenizer = CharTokenizer("".join(map(chr, range(first, first + V))))
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        export_hf(model, tokenizer, folder / "hf")
-        TransformersConverter(str(folder / "hf")).convert(str(folder / "ct2"))
-        # it wants names for special tokens, which a text of characters has not: the last character stands for them,
-        # and as the end of a text it never comes (min_length), which costs one token of the vocabulary
-        config = json.loads((folder / "ct2" / "config.json").read_text())
-        config |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), tokenizer.chars[-1])
-        (folder / "ct2" / "config.json").write_text(json.dumps(config))
-        generator = Generator(str(folder / "ct2"), device="cpu", compute_type=compute_type, intra_threads=threads)
+    def __init__(self, model: gptlite.GPTlite, threads: int, compute_type: str = "float32") -> None:
+        from ctranslate2 import Generator
+        from ctranslate2.converters import TransformersConverter
 
-    def words(tokens: Tensor) -> list[list[str]]:
-        return [[tokenizer.chars[i] for i in row] for row in tokens.tolist()]
+        first, V = 0x20000, model.fc_out.out_features  # a plane of Unicode with room for 65,536 characters
+        self.tokenizer = CharTokenizer("".join(map(chr, range(first, first + V))))
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch)
+            export_hf(model, self.tokenizer, folder / "hf")
+            TransformersConverter(str(folder / "hf")).convert(str(folder / "ct2"))
+            # it wants names for special tokens, which a text of characters has not: the last character stands for
+            # them, and as the end of a text it never comes (min_length), which costs one token of the vocabulary
+            config = json.loads((folder / "ct2" / "config.json").read_text())
+            config |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), self.tokenizer.chars[-1])
+            (folder / "ct2" / "config.json").write_text(json.dumps(config))
+            self.generator = Generator(
+                str(folder / "ct2"), device="cpu", compute_type=compute_type, intra_threads=threads
+            )
 
-    def generate(prompt: Tensor, n_new: int) -> Tensor:
-        answers = generator.generate_batch(
-            words(prompt), max_length=n_new, min_length=n_new, sampling_topk=1, include_prompt_in_result=False
+    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> list[list[int]]:
+        """n_new greedy tokens for each prompt, which may differ in length."""
+        words = [[self.tokenizer.chars[i] for i in row] for row in prompts]
+        answers = self.generator.generate_batch(
+            words, max_length=n_new, min_length=n_new, sampling_topk=1, include_prompt_in_result=False
         )
-        return torch.tensor([answer.sequences_ids[0] for answer in answers])
+        return [answer.sequences_ids[0] for answer in answers]
 
-    def read(prompt: Tensor) -> None:
-        generator.generate_batch(
-            words(prompt), max_length=1, min_length=1, sampling_topk=1, include_prompt_in_result=False
-        )
+    def engine(self, exact: bool) -> Engine:
+        """The same for prompts of one length; exact in fp32."""
 
-    return Engine(generate, read, exact=compute_type == "float32")
+        def read(prompt: Tensor) -> None:
+            self.answer(prompt.tolist(), 1)
+
+        return Engine(lambda prompt, n_new: torch.tensor(self.answer(prompt.tolist(), n_new)), read, exact)
 
 
 def engines(shape: str, threads: int, names: list[str]) -> dict[str, Engine]:
@@ -132,7 +146,9 @@ def engines(shape: str, threads: int, names: list[str]) -> dict[str, Engine]:
         PEER: lambda: theirs(model),
         PLAIN: lambda: ours(model),
         PACKED: lambda: ours(pack(copy.deepcopy(model))),
-        CT2: lambda: ctranslate2(model, threads),
-        CT2_INT8: lambda: ctranslate2(model, threads, "int8"),
+        COMPILED: lambda: ours(compile_step(model)),
+        INT8: lambda: ours(int8_weights(model), exact=False),
+        CT2: lambda: CTranslate2(model, threads).engine(exact=True),
+        CT2_INT8: lambda: CTranslate2(model, threads, "int8").engine(exact=False),
     }
     return {name: make[name]() for name in names}

@@ -17,6 +17,7 @@ OPT needs it for positions that it is given anyway, so the benchmark adds that o
 """
 
 import argparse
+import copy
 import json
 import sys
 import time
@@ -44,7 +45,8 @@ from gptlite.serving.metrics import overhead
 from gptlite.serving.sequence import Request
 from gptlite.serving.static import StaticScheduler
 
-OURS, STATIC, CONTINUOUS = "gptlite engine, paged cache", "transformers static", "transformers continuous"
+OURS, OURS_PACKED = "gptlite engine, paged cache", "gptlite engine, packed weights"
+STATIC, CONTINUOUS = "transformers static", "transformers continuous"
 NEAR = 1e-3  # two logits this close may change places by rounding
 Tokens = list[list[int]]
 overheads: list[float] = []
@@ -125,6 +127,69 @@ def same(model: gptlite.GPTlite, requests: list[Request], ours: Tokens, theirs: 
     return agree
 
 
+Run = Callable[[], tuple[Tokens, float, float]]  # new tokens of each request, seconds, the processor's seconds
+
+
+def timed(run: Callable[[], Tokens]) -> Run:
+    """The same run with its times."""
+
+    def call() -> tuple[Tokens, float, float]:
+        start, used = time.perf_counter(), time.process_time()
+        return run(), time.perf_counter() - start, time.process_time() - used
+
+    return call
+
+
+def engines(model: gptlite.GPTlite, requests: list[Request], batch: int) -> dict[str, Run]:
+    """The ways to serve the requests, all with the model's weights."""
+    packed = pack(copy.deepcopy(model))
+    PagedAttentionCache.get_seq_length = lambda self, layer_idx=0: 0  # see above
+    peer = OPTForCausalLM(OPTConfig(**opt_config(model) | {"eos_token_id": None, "pad_token_id": 0})).eval()
+    peer.load_state_dict(opt_weights(model), strict=True)
+    peer.generation_config.eos_token_id = None  # every answer has its full length
+    return {
+        OURS: timed(lambda: ours(model, requests, batch, "paged")),
+        OURS_PACKED: timed(lambda: ours(packed, requests, batch, "packed")),
+        "gptlite engine, dense cache": timed(lambda: ours(model, requests, batch, "dense")),
+        "gptlite static": timed(lambda: ours(model, requests, batch, "static")),
+        STATIC: timed(lambda: static(peer, requests, batch)),
+        CONTINUOUS: lambda: continuous(peer, requests, batch),
+    }
+
+
+@torch.inference_mode()
+def compare(model: gptlite.GPTlite, requests: list[Request], runs: dict[str, Run], rounds: int) -> dict[str, Any]:
+    """Seconds of each way in each round, alternating, and how many answers agree with the first one's."""
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    processor: dict[str, list[float]] = {name: [] for name in runs}
+    agree: dict[str, int] = {}
+    expected: Tokens = []
+    for name, run in runs.items():  # the warm-up, which also compares
+        tokens = run()[0]
+        expected = expected or tokens
+        agree[name] = same(model, requests, expected, tokens, name)
+    overheads.clear()
+    for i in range(rounds):
+        for name in list(runs) if i % 2 == 0 else reversed(runs):
+            _, seconds, used = runs[name]()
+            samples[name].append(seconds)
+            processor[name].append(used)
+    n_new = sum(request.n_new for request in requests)
+    return {
+        "new_tokens": n_new,
+        "seconds": samples,
+        "tokens_per_second": {name: n_new / median(seconds) for name, seconds in samples.items()},
+        "processor_seconds": processor,
+        "answers_equal": agree,
+        "overhead_outside_the_model": median(overheads),
+    }
+
+
+def times_as_fast(samples: dict[str, list[float]], name: str, over: str) -> float:
+    """How many times as fast `name` is as `over`: the median over rounds."""
+    return median(theirs / own for theirs, own in zip(samples[over], samples[name], strict=True))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=48)
@@ -136,74 +201,34 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
-    PagedAttentionCache.get_seq_length = lambda self, layer_idx=0: 0  # see above
     model, tokenizer = gptlite.load("gptlite")
-    packed = pack(gptlite.load("gptlite")[0])
-    peer = OPTForCausalLM(OPTConfig(**opt_config(model) | {"eos_token_id": None, "pad_token_id": 0})).eval()
-    peer.load_state_dict(opt_weights(model), strict=True)
-    peer.generation_config.eos_token_id = None  # every answer has its full length
     text = gptlite.generate(
         model, tokenizer.encode("\n")[None], model.context_length - 1, cache=StaticCache(model, 1, 256)
     )
     requests = mixed_requests(text[0], args.requests, params=GREEDY)
-    n_new = sum(request.n_new for request in requests)
-
-    def timed(run: Callable[[], Tokens]) -> Callable[[], tuple[Tokens, float, float]]:
-        def call() -> tuple[Tokens, float, float]:
-            start, used = time.perf_counter(), time.process_time()
-            return run(), time.perf_counter() - start, time.process_time() - used
-
-        return call
-
-    runs: dict[str, Callable[[], tuple[Tokens, float, float]]] = {
-        OURS: timed(lambda: ours(model, requests, args.batch, "paged")),
-        "gptlite engine, packed weights": timed(lambda: ours(packed, requests, args.batch, "packed")),
-        "gptlite engine, dense cache": timed(lambda: ours(model, requests, args.batch, "dense")),
-        "gptlite static": timed(lambda: ours(model, requests, args.batch, "static")),
-        STATIC: timed(lambda: static(peer, requests, args.batch)),
-        CONTINUOUS: lambda: continuous(peer, requests, args.batch),
-    }
-    samples: dict[str, list[float]] = {name: [] for name in runs}
-    processor: dict[str, list[float]] = {name: [] for name in runs}
-    agree: dict[str, int] = {}
-    expected: Tokens = []
-    with torch.inference_mode():
-        for name, run in runs.items():  # the warm-up, which also compares
-            tokens = run()[0]
-            expected = expected or tokens
-            agree[name] = same(model, requests, expected, tokens, name)
-        overheads.clear()
-        for i in range(args.rounds):
-            for name in list(runs) if i % 2 == 0 else reversed(runs):
-                _, seconds, used = runs[name]()
-                samples[name].append(seconds)
-                processor[name].append(used)
-    rates = {name: n_new / median(seconds) for name, seconds in samples.items()}
+    runs = engines(model, requests, args.batch)
+    found = compare(model, requests, runs, args.rounds)
     ratios, by_processor = (
-        {name: median(theirs / own for theirs, own in zip(all_of[name], all_of[OURS], strict=True)) for name in runs}
-        for all_of in (samples, processor)
+        {name: times_as_fast(found[kind], OURS, name) for name in runs} for kind in ("seconds", "processor_seconds")
     )
     result = {
         "benchmark": "serving_vs_transformers",
         "machine": machine("cpu"),
         "versions": {"gptlite": gptlite.__version__, "transformers": transformers.__version__},
-        "params": {key: value for key, value in vars(args).items() if key != "out"} | {"new_tokens": n_new},
-        "seconds": samples,
-        "tokens_per_second": rates,
+        "params": {key: value for key, value in vars(args).items() if key != "out"},
+        **found,
         "engine_over": ratios,  # above 1: our engine is faster
-        "processor_seconds": processor,
         "engine_over_by_processor": by_processor,
-        "answers_equal": agree,
-        "overhead_outside_the_model": median(overheads),
     }
     text_of_result = json.dumps(result, indent=1) + "\n"
     if args.out:
         args.out.write_text(text_of_result)
     else:
         print(text_of_result, end="")
+    rates, agree = found["tokens_per_second"], found["answers_equal"]
     rows = [
-        f"{args.requests} requests, {n_new} new tokens, at most {args.batch} at once, {machine('cpu')['name']}, "
-        f"{torch.get_num_threads()} threads:",
+        f"{args.requests} requests, {found['new_tokens']} new tokens, at most {args.batch} at once, "
+        f"{machine('cpu')['name']}, {torch.get_num_threads()} threads:",
         "",
         "| engine | token/s | our engine is faster by | by processor time | same answers |",
         "|---|---|---|---|---|",
@@ -212,7 +237,7 @@ def main() -> None:
             for n in runs
         ),
         "",
-        f"Of a step of {OURS}, {100 * median(overheads):.1f} % is outside the model.",
+        f"Of a step of {OURS}, {100 * found['overhead_outside_the_model']:.1f} % is outside the model.",
     ]
     print("\n".join(rows), file=sys.stderr)
 

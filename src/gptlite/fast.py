@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -125,7 +125,7 @@ class CompiledStep:
         config: what the compiler is told, names of `torch._inductor.config`.
     """
 
-    def __init__(self, run: Callable[[Tensor, list[Segment], Cache | None], Tensor], config: dict[str, bool]) -> None:
+    def __init__(self, run: Callable[[Tensor, list[Segment], Cache | None], Tensor], config: Mapping[str, int]) -> None:
         self.plain, self.config = run, config
         self.compiled = torch.compile(run)
 
@@ -137,7 +137,7 @@ class CompiledStep:
         if k_pos is not None:
             torch._dynamo.mark_dynamic(k_pos, 1)  # T grows with every step: one program serves all
         # a first call compiles, and any later one whose shapes are new
-        with torch._inductor.config.patch(self.config):
+        with torch._inductor.config.patch(dict(self.config)):
             return self.compiled(tokens, segments, cache)
 
 
@@ -162,7 +162,8 @@ def compile_step(model: GPTlite, autotune: bool = True) -> GPTlite:
         raise ValueError("the model is in training mode, a compiled step needs model.eval()")
     if any(isinstance(module, PackedLinear) for module in model.modules()):
         raise ValueError("the model is packed, compile it as it was before: the compiler packs its weights itself")
-    config = {"freezing": True, "cpp_wrapper": True, "max_autotune": autotune}
+    config: dict[str, int] = {"freezing": True, "cpp_wrapper": True, "max_autotune": autotune}
+    config |= {"max_autotune_report_choices_stats": False, "autotune_num_choices_displayed": 0}  # it would print them
     new: Any = copy.copy(model)
     new.run = CompiledStep(model.run, config)
     head = torch.compile(model.head)

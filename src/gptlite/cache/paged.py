@@ -158,15 +158,16 @@ class PagedCache(BlockTables):
         # a shared block may hold tokens past a sequence's own end
         inside = torch.arange(n_pages * self.block_size) < torch.tensor(counts)[:, None]  # [B, T]
         k_pos = self.k_pos[table].flatten(1).masked_fill(~inside, -1)  # [B, T]
-        slots = torch.full(positions.shape, spare * self.block_size)  # [B, S]; holes go to the spare block
-        for b, key in enumerate(keys):
-            slots[b, self._real[key]] = torch.tensor(taken[key], dtype=torch.int64)
+        slots = []  # [B * S]; holes go to the spare block
+        for key, row in zip(keys, positions.tolist(), strict=True):
+            next_slot = iter(taken[key])
+            slots += [next(next_slot) if p >= 0 else spare * self.block_size for p in row]
         written = [range(self._rows[key].before, count) for key, count in zip(keys, counts, strict=True)]
         return PagedSegment(
             packed,
             positions.to(self.device),
             tuple(keys),
-            slots=slots.flatten().to(self.device),
+            slots=torch.tensor(slots, device=self.device),
             k_pos=k_pos.to(self.device),
             mask=self._step_mask(keys, trees, written, k_pos.shape[1]),
             table=table.to(self.device),
