@@ -21,23 +21,16 @@ from peers import make_model
 
 import gptlite
 from gptlite.arithmetic import ModelShape, kv_bytes_per_token
-from gptlite.cache.dense import StaticCache
 from gptlite.fast import pack
 from gptlite.generate import decode_step
 from gptlite.hardware import machine
+from gptlite.record import filled_cache
 
 
 @torch.inference_mode()
 def step_seconds(model: gptlite.GPTlite, batch: int, n_context: int, n_steps: int) -> float:
     """Median seconds of a decode step of so many sequences that each have n_context tokens."""
-    cache = StaticCache(model, batch, n_context + n_steps)
-    generator = torch.Generator().manual_seed(0)
-    state: dict[str, torch.Tensor] = {"k_pos": torch.arange(n_context)}
-    for layer, (G, Dk, Dv) in enumerate(cache.shapes):
-        state[f"k.{layer}"] = torch.randn(G, n_context, Dk, generator=generator)
-        state[f"v.{layer}"] = torch.randn(G, n_context, Dv, generator=generator)
-    for sequence in range(batch):  # reading so long a prompt would take minutes, and its keys are no other numbers
-        cache.load(sequence, state)
+    cache = filled_cache(model, batch, n_context, n_context + n_steps)
     tokens, seconds = torch.zeros(batch, dtype=torch.int64), []
     for _ in range(n_steps):
         start = time.perf_counter()

@@ -156,6 +156,7 @@ def test_packing_after_a_swap_keeps_the_swapped_attention(model: GPTlite) -> Non
 @pytest.fixture
 def few_programs() -> Iterator[None]:
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     yield
     torch._dynamo.reset()
 
