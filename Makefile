@@ -7,10 +7,12 @@ PYTHON := $(VENV)/bin/python
 PIP := $(PYTHON) -m pip install --disable-pip-version-check --quiet -c constraints.txt
 NOTEBOOKS ?= $(wildcard chapters/*.ipynb)
 PORT ?= 8000
+COURSE ?= assignments
+export SEED
 
 .DEFAULT_GOAL := help
-.PHONY: help book test test-fast lint unit oracles-test bad-input-test notebooks-test site-test execute explorers serve \
-        repository setup clean mutation colab colab-test links publish bench
+.PHONY: help book test test-fast lint unit oracles-test bad-input-test notebooks-test classroom-test site-test execute explorers serve \
+        repository setup clean mutation colab colab-test links publish bench release private nbgrader
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -47,7 +49,7 @@ book: $(VENV)/.book ## build the book into _build/html, warnings as errors
 	@$(VENV)/bin/jupyter-book build . -n -W --keep-going --quiet
 	@echo "The book is in _build/html/index.html"
 
-test: $(VENV)/.test ## lint, types, unit, oracles, bad input, notebooks, the book, the site
+test: $(VENV)/.test ## lint, types, unit, oracles, bad input, notebooks, problem sets, the book, the site
 	@$(PYTHON) tools/run_tests.py
 
 test-fast: $(VENV)/.test ## the inner loop, under two minutes
@@ -68,11 +70,24 @@ bad-input-test: $(VENV)/.test ## what is not allowed ends with one clear line
 notebooks-test: $(VENV)/.test ## run every chapter and compare its stored outputs
 	@$(PYTHON) tools/run_tests.py notebooks
 
+classroom-test: $(VENV)/.test ## grade every problem set with nbgrader: solutions, wrong answers, what breaks
+	@$(PYTHON) tools/run_tests.py classroom
+
 site-test: $(VENV)/.test ## build the book and test it in a browser
 	@$(PYTHON) tools/run_tests.py book site
 
 execute: $(VENV)/.test ## run every chapter and store its outputs (NOTEBOOKS="chapters/01_gptlite.ipynb" for one)
 	@$(PYTHON) tools/execute.py $(NOTEBOOKS)
+
+release: $(VENV)/.test ## write the students' versions of the problem sets (PS="ps3" for one)
+	@$(PYTHON) tools/release.py $(PS)
+
+# SEED goes through the environment, so that no character of it means anything to the shell.
+private: $(VENV)/.test ## make a course with other numbers and hidden tests of your own: make private SEED=text
+	@$(PYTHON) tools/private.py -- "$$SEED" $(PS)
+
+nbgrader: $(VENV)/.test ## run nbgrader in a course: make nbgrader DO="autograde ps1" [COURSE=folder]
+	@cd "$(COURSE)" && PATH="$(CURDIR)/$(VENV)/bin:$$PATH" nbgrader $(DO)
 
 mutation: $(VENV)/.test ## break the package line by line and see that a test notices (long)
 	@$(PYTHON) tests/mutation/run.py

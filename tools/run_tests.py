@@ -20,6 +20,7 @@ PARTS = {
     "oracles": [[*PYTEST, "tests/oracles"]],
     "bad_input": [[*PYTEST, "tests/bad_input"]],
     "notebooks": [[*PYTEST, *NBVAL, "chapters", "tests/notebooks"]],
+    "classroom": [[*PYTEST, "tests/classroom"]],
     "book": [["make", "book"]],
     "site": [[*PYTEST, "tests/site"]],
 }
