@@ -170,7 +170,8 @@ def compile_step(model: GPTlite, autotune: bool = True) -> GPTlite:
 
     def compiled_head(hidden: Tensor) -> Tensor:
         with torch._inductor.config.patch(config):
-            return head(hidden.contiguous())  # after a prefill the rows lie apart
+            # after a prefill the rows lie apart, by a stride that a program would be compiled for
+            return head(hidden.clone(memory_format=torch.contiguous_format))
 
     new.head = compiled_head
     return new

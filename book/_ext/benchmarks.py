@@ -1,0 +1,105 @@
+"""`{benchmark-table} KIND`: what `make bench` measured, from benchmarks/results; KIND is decode, mixed or growth."""
+
+import json
+from pathlib import Path
+from statistics import median
+
+from docutils import nodes
+from docutils.parsers.rst import directives
+from docutils.statemachine import StringList
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+PEER, CT2 = "transformers generate", "CTranslate2"
+STATIC, CONTINUOUS = "transformers static", "transformers continuous"
+
+
+def times_as_fast(seconds: dict[str, list[float]], name: str, over: str) -> str:
+    """How many times as fast `name` is as `over`, the median over rounds; empty when that did not run."""
+    if over not in seconds:
+        return ""
+    return f"{median(theirs / own for theirs, own in zip(seconds[over], seconds[name], strict=True)):.2f}"
+
+
+def about(content: dict) -> str:
+    """The machine and its own roof, in words."""
+    machine, roof = content["machine"], content["roof"]
+    return (
+        f"{machine['name']}, {content['threads']} threads, {machine['system']}, torch {machine['torch']}; "
+        f"in the same run it copied {roof['bytes_per_second'] / 1e9:.1f} GB/s and multiplied at "
+        f"{roof['flop_per_second'] / 1e9:.0f} GFLOP/s in fp32."
+    )
+
+
+def decode(content: dict) -> tuple[list[list[str]], str]:
+    """Rows and caption of the works with prompts of one length."""
+    rows = [["work", "engine", "speed", "times transformers", "times CTranslate2", "of the roof"]]
+    for result in content["results"]:
+        n_tokens = result["batch"] * result["n_new"]
+        for name, seconds in result["median_seconds"].items():
+            speed = f"{n_tokens / seconds:,.1f} token/s" if n_tokens else f"{1e3 * seconds:,.0f} ms"
+            share = f"{100 * result['least_seconds'] / seconds:.0f} %"
+            ratios = [times_as_fast(result["seconds"], name, peer) for peer in (PEER, CT2)]
+            rows.append([result["name"], name, speed, *ratios, share])
+    return rows, f"The same work by several engines. {about(content)}"
+
+
+def mixed(content: dict) -> tuple[list[list[str]], str]:
+    """Rows and caption of the requests of mixed lengths."""
+    rows = [["work", "engine", "speed", "times its static batching", "times its continuous batching"]]
+    for result in content["mixed"]:
+        for name, speed in result["tokens_per_second"].items():
+            ratios = [times_as_fast(result["seconds"], name, peer) for peer in (STATIC, CONTINUOUS)]
+            rows.append([result["name"], name, f"{speed:,.0f} token/s", *ratios])
+    share = 100 * content["mixed"][0]["overhead_outside_the_model"]
+    return rows, (
+        "Requests of mixed lengths; ratios are to transformers. Of a step of the engine over a paged cache "
+        f"{share:.0f} % is outside the model. {about(content)}"
+    )
+
+
+def growth(content: dict) -> tuple[list[list[str]], str]:
+    """Rows and caption of the steps by batch and context, beside the fit."""
+    rows = [["batch", "context (tokens)", "TPOT (ms)", "fitted (ms)"]]
+    for point in content["points"]:
+        fitted = content["constant_seconds"][str(point["batch"])] + point["kv_bytes"] / content["kv_bytes_per_second"]
+        times = [f"{1e3 * seconds:.1f}" for seconds in (point["seconds"], fitted)]
+        rows.append([str(point["batch"]), f"{point['context']:,}", *times])
+    error, speed = 100 * content["largest_relative_error"], content["kv_bytes_per_second"] / 1e9
+    return rows, (
+        f"A decode step of {content['shape']} with packed weights, and the fit: a constant for each batch, and "
+        f"keys and values read at {speed:.1f} GB/s. The fit is at most {error:.0f} % off. "
+        f"{content['machine']['name']}."
+    )
+
+
+KINDS = {"decode": ("bench.json", decode), "mixed": ("bench.json", mixed), "growth": ("growth.json", growth)}
+
+
+class BenchmarkTable(SphinxDirective):
+    """One of the tables."""
+
+    required_arguments = 1
+    option_spec = {"name": directives.unchanged_required}
+
+    def run(self) -> list[nodes.Node]:
+        """Returns: the table."""
+        kind = self.arguments[0]
+        if kind not in KINDS:
+            raise self.error(f"there is no benchmark table {kind!r}, there are {', '.join(KINDS)}")
+        file, make = KINDS[kind]
+        path = Path(self.env.srcdir) / "benchmarks" / "results" / file
+        self.env.note_dependency(str(path))
+        rows, caption = make(json.loads(path.read_text(encoding="utf-8")))
+        lines = [f"::::{{list-table}} {caption}", f":name: {self.options['name']}", ":header-rows: 1", ""]
+        for row in rows:
+            lines += [f"{'* -' if i == 0 else '  -'} {cell}".rstrip() for i, cell in enumerate(row)]
+        parent = nodes.Element()
+        self.state.nested_parse(StringList([*lines, "::::"], source=self.env.docname), self.content_offset, parent)
+        return parent.children
+
+
+def setup(app: Sphinx) -> dict:
+    """Called by Sphinx."""
+    app.add_directive("benchmark-table", BenchmarkTable)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
