@@ -187,9 +187,7 @@ def table(results: list[dict[str, Any]], roof: Roof, threads: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--full", action="store_true", help="9 rounds instead of 3, and the compiled step for every batch"
-    )
+    parser.add_argument("--full", action="store_true", help="9 rounds, and the compiled step for every batch")
     parser.add_argument("--shapes", nargs="+", choices=("S1", "S2", "tiny"), default=["S1", "S2"])
     parser.add_argument("--engines", nargs="+", default=[PEER, PLAIN, PACKED, COMPILED, INT8, CT2, CT2_INT8])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

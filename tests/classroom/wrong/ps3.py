@@ -338,6 +338,56 @@ WRONG = {
 """,
         "loses": ["block-tables-hidden-edges"],
     },
+    "an append that is refused loses unused blocks": {
+        "task": "block-tables",
+        "source": """class Tables:
+    def __init__(self, n_blocks, block_size):
+        self.block_size = block_size
+        self.tables, self.lengths = {}, {}
+        self.references = [0] * n_blocks
+        self.unused = list(range(n_blocks))
+
+    def append(self, name, n_new):
+        table, n = self.tables.get(name, []), self.lengths.get(name, 0)
+        shared = n % self.block_size > 0 and self.references[table[-1]] > 1
+        n_more = -(-(n + n_new) // self.block_size) - len(table)
+        fresh, copies = [], []
+        for _ in range(n_more + shared):
+            if not self.unused:
+                raise ValueError("no block is unused")
+            block = {"lowest number": min(self.unused), "freed first": self.unused[0], "freed last": self.unused[-1]}[
+                GIVE
+            ]
+            self.unused.remove(block)
+            fresh.append(block)
+        for block in fresh:
+            self.references[block] = 1
+        if shared:
+            old, new = table[-1], fresh.pop(0)
+            self.references[old] -= 1
+            table[-1] = new
+            copies.append((old, new))
+        self.tables[name], self.lengths[name] = table + fresh, n + n_new
+        return copies
+
+    def fork(self, name, new):
+        if name not in self.tables or new in self.tables:
+            raise ValueError(f"cannot fork {name!r} to {new!r}: the one must be there, the other must not")
+        self.tables[new], self.lengths[new] = list(self.tables[name]), self.lengths[name]
+        for block in self.tables[new]:
+            self.references[block] += 1
+
+    def free(self, name):
+        if name not in self.tables:
+            raise ValueError(f"{name!r} is not there")
+        for block in self.tables.pop(name):
+            self.references[block] -= 1
+            if not self.references[block]:
+                self.unused.append(block)
+        del self.lengths[name]
+""",
+        "loses": ["block-tables-hidden-edges"],
+    },
     "shared blocks become unused when the first holder ends": {
         "task": "block-tables",
         "source": """class Tables:
@@ -530,6 +580,36 @@ def paged_attention(q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor,
     return out
 """,
         "loses": ["paged-attention-hidden-edges"],
+    },
+    "the attention of torch": {
+        "task": "paged-attention",
+        "source": """import torch
+from torch.nn.functional import scaled_dot_product_attention as ready_made
+
+
+def paged_attention(q, k_pool, v_pool, tables, lengths):
+    H, S = q.shape[1:3]
+    if LAYOUT == "block, head, token, channel":
+        k_pool, v_pool = k_pool.transpose(1, 2), v_pool.transpose(1, 2)
+    n_b, G = k_pool.shape[1:3]
+    out = torch.empty_like(q)
+    for b, (blocks, n) in enumerate(zip(tables, lengths)):
+        k, v = (
+            pool[blocks[: -(-n // n_b)]].flatten(0, 1)[:n].repeat_interleave(H // G, dim=1).transpose(0, 1)
+            for pool in (k_pool, v_pool)
+        )
+        visible = torch.ones(S, n, dtype=torch.bool).tril(n - S)
+        out[b] = ready_made(q[b], k, v, attn_mask=visible)
+    return out
+""",
+        "loses": ["paged-attention-hidden-edges"],
+    },
+    "what the public test expects": {
+        "task": "paged-attention",
+        "source": """def paged_attention(q, k_pool, v_pool, tables, lengths):
+    return globals()["expected"][None]
+""",
+        "loses": ["paged-attention-hidden", "paged-attention-hidden-edges"],
     },
     "decodes do not count in the budget": {
         "task": "budget-step",
@@ -772,6 +852,26 @@ goodput = RATE * (100 - (LATE + SLOW - BOTH)) / 100
         "task": "arithmetic",
         "source": """block_bytes = N_LAYERS * N_KV_HEADS * D_HEAD * VALUE_BYTES * BLOCK
 n_blocks = (MEMORY_GIB * 2**30 * USABLE_PERCENT // 100 - round(WEIGHTS_GB * 1e9)) // block_bytes
+
+n_each = -(-(PROMPT + ANSWER) // BLOCK)
+requests_fit = POOL // n_each
+wasted_slots = n_each * BLOCK - (PROMPT + ANSWER)
+n_shared = PROMPT // BLOCK
+samples_fit = (POOL - n_shared) // (n_each - n_shared)
+
+largest_budget = (1000 * GAP_MS - FIXED_US) // TOKEN_US
+document_steps = -(-DOCUMENT // (BUDGET - USERS))
+document_ttft_ms = (document_steps * (FIXED_US + USERS * TOKEN_US) + DOCUMENT * TOKEN_US) / 1000
+
+mean_in_system = RATE * (TTFT_S + (ANSWER - 1) * TPOT_MS / 1000)
+goodput = RATE * (100 - (LATE + SLOW - BOTH)) / 100
+""",
+        "loses": ["arithmetic-hidden-pool"],
+    },
+    "a block that does not fit whole is counted": {
+        "task": "arithmetic",
+        "source": """block_bytes = 2 * N_LAYERS * N_KV_HEADS * D_HEAD * VALUE_BYTES * BLOCK
+n_blocks = -(-(MEMORY_GIB * 2**30 * USABLE_PERCENT // 100 - round(WEIGHTS_GB * 1e9)) // block_bytes)  # rounded up
 
 n_each = -(-(PROMPT + ANSWER) // BLOCK)
 requests_fit = POOL // n_each

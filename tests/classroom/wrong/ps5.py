@@ -65,6 +65,15 @@ WRONG = {
 """,
         "loses": ["round-float-public", "round-float-hidden", "round-float-hidden-edges"],
     },
+    "what the visible test expects": {
+        "task": "round-float",
+        "source": """def round_float(x, exponent_bits, mantissa_bits, bias):
+    if x.isnan().any():
+        raise ValueError("NaN")
+    return globals()["expected"]
+""",
+        "loses": ["round-float-hidden", "round-float-hidden-edges"],
+    },
     "groups along the other axis": {
         "task": "quantise-groups",
         "source": """def quantise_groups(w, bits, group):
@@ -141,7 +150,7 @@ WRONG = {
         "source": """def smoothed_int8(x, w, alpha):
     return x @ w.T
 """,
-        "loses": ["smoothed-int8-hidden"],
+        "loses": ["smoothed-int8-public", "smoothed-int8-hidden", "smoothed-int8-hidden-edges"],
     },
     "alpha on the weight's side": {
         "task": "smoothed-int8",
@@ -180,6 +189,20 @@ WRONG = {
     t = (x_smooth.abs().amax(1, keepdim=True) / 127).clamp(min=1e-300)
     u = (w_smooth.abs().amax(1, keepdim=True) / 127).clamp(min=1e-300)
     return (x_smooth / t).round() @ (w_smooth / u).round().T * t * u.T
+""",
+        "loses": ["smoothed-int8-hidden-edges"],
+    },
+    "columns of zeros are clamped": {
+        "task": "smoothed-int8",
+        "source": """def smoothed_int8(x, w, alpha):
+    flat = x.reshape(-1, x.shape[-1])
+    a, b = flat.abs().amax(0).clamp(min=1e-8), w.abs().amax(0).clamp(min=1e-8)  # should give s = 1
+    s = a**alpha / b ** (1 - alpha)
+    x_smooth, w_smooth = flat / s, w * s
+    t = (x_smooth.abs().amax(1, keepdim=True) / 127).clamp(min=1e-300)
+    u = (w_smooth.abs().amax(1, keepdim=True) / 127).clamp(min=1e-300)
+    y = (x_smooth / t).round() @ (w_smooth / u).round().T * t * u.T
+    return y.view(*x.shape[:-1], len(w))
 """,
         "loses": ["smoothed-int8-hidden-edges"],
     },
@@ -234,6 +257,26 @@ WRONG = {
         codes[:, i] = (W[:, i] / step).round()
         W[:, i + 1 :] -= ((W[:, i] - step * codes[:, i]) / U[i, i])[:, None] * U[i, i + 1 :]
     return codes[:, order.argsort()].to(torch.int8)
+""",
+        "loses": ["compensated-codes-hidden-edges"],
+    },
+    "of equal columns the right one comes first": {
+        "task": "compensated-codes",
+        "source": """def compensated_codes(w, H, step, bits):
+    d, Q = w.shape[1], 2 ** (bits - 1) - 1
+    order = {
+        "left to right": list(range(d)),
+        "right to left": list(range(d))[::-1],
+        "largest first": sorted(range(d), key=lambda i: (-float(H[i, i]), -i)),  # of equal columns the right one
+    }[ORDER]
+    U = torch.linalg.cholesky(torch.linalg.inv(H[order][:, order]), upper=True)
+    W = w[:, order].clone()
+    codes = torch.zeros_like(w, dtype=torch.int8)
+    for k, i in enumerate(order):
+        code = (W[:, k] / step).round().clamp(-Q, Q)
+        codes[:, i] = code.to(torch.int8)
+        W[:, k + 1 :] -= ((W[:, k] - step * code) / U[k, k])[:, None] * U[k, k + 1 :]
+    return codes
 """,
         "loses": ["compensated-codes-hidden-edges"],
     },

@@ -393,7 +393,23 @@ def cut_units(gate, up, down, bias, x, n_keep):
     goes[kept] = False
     return gate[kept], up[kept], down[:, kept], bias + down[:, goes] @ a.mean(0)[goes], kept
 """,
-        "loses": ["cut-units-hidden-bias"],
+        "loses": ["cut-units-hidden", "cut-units-hidden-bias"],
+    },
+    "norm of a column that is not squared": {
+        "task": "cut-units",
+        "source": """import torch
+import torch.nn.functional as F
+
+
+def cut_units(gate, up, down, bias, x, n_keep):
+    a = F.silu(x @ gate.T) * (x @ up.T)
+    errors = a.var(0, correction=0) * down.norm(dim=0)
+    kept = errors.topk(n_keep).indices.sort().values
+    goes = torch.ones(len(gate), dtype=torch.bool)
+    goes[kept] = False
+    return gate[kept], up[kept], down[:, kept], bias + down[:, goes] @ a.mean(0)[goes], kept
+""",
+        "loses": ["cut-units-hidden"],
     },
     "bias changed in place": {
         "task": "cut-units",
