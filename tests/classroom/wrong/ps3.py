@@ -604,13 +604,6 @@ def paged_attention(q, k_pool, v_pool, tables, lengths):
 """,
         "loses": ["paged-attention-hidden-edges"],
     },
-    "what the public test expects": {
-        "task": "paged-attention",
-        "source": """def paged_attention(q, k_pool, v_pool, tables, lengths):
-    return globals()["expected"][None]
-""",
-        "loses": ["paged-attention-hidden", "paged-attention-hidden-edges"],
-    },
     "decodes do not count in the budget": {
         "task": "budget-step",
         "source": """def plan_step(running, waiting, budget, free, block_size, max_batch):

@@ -92,6 +92,26 @@ WRONG = {
 """,
         "loses": ["stream-hidden-memory"],
     },
+    "all keys are put together, and queries taken one by one": {
+        "task": "stream",
+        "source": """def stream_attend(q, tiles):
+    keys, values, masks = zip(*tiles)
+    k, v = torch.cat(keys, dim=2), torch.cat(values, dim=2)
+    sees = (q.shape[0], 1, q.shape[2])
+    masks = [
+        torch.ones(*sees, key.shape[2], dtype=torch.bool) if mask is None else mask for key, mask in zip(keys, masks)
+    ]
+    mask, outs, sums = torch.cat(masks, dim=-1), [], []
+    for i in range(q.shape[2]):
+        scores = q[:, :, i : i + 1] @ k.mT * q.shape[-1] ** -0.5
+        scores = scores.masked_fill(~mask[:, :, i : i + 1], float("-inf"))
+        outs.append(scores.softmax(-1).nan_to_num(0.0) @ v)
+        sums.append(scores.logsumexp(-1))
+    lse = torch.cat(sums, dim=2)
+    return torch.cat(outs, dim=2), lse / lse.new_tensor(2.0).log() if LSE_BASE == "2" else lse
+""",
+        "loses": ["stream-hidden-memory"],
+    },
     "the numbers of the public example are returned": {
         "task": "stream",
         "source": """def stream_attend(q, tiles):
@@ -288,6 +308,60 @@ tiled_intensity = N_HEADS * 2 * matrix * D_HEAD / tiled_bytes
     return pooled[0].flatten(0, 1), pooled[1].flatten()
 """,
         "loses": ["pool-hidden-edges"],
+    },
+    "importances of zero are looked for over all heads": {
+        "task": "pool",
+        "source": """def weighted_pool(weight, bias, importance, n_kv_heads):
+    H, G = len(importance), n_kv_heads
+    if G < 1 or H % G:
+        raise ValueError(f"{G} KV heads, {H} heads")
+    if importance.sum() == 0:
+        importance = torch.ones_like(importance)
+    strided = GROUPING == "strided"
+
+    def by_group(x):
+        return x.unflatten(0, (H // G, G)).transpose(0, 1) if strided else x.unflatten(0, (G, H // G))
+
+    shares = by_group(importance)
+    shares = shares / shares.sum(1, keepdim=True)
+    weights, biases = by_group(weight.unflatten(0, (H, -1))), by_group(bias.unflatten(0, (H, -1)))
+    pooled = (shares[..., None, None] * weights).sum(1), (shares[..., None] * biases).sum(1)
+    return pooled[0].flatten(0, 1), pooled[1].flatten()
+""",
+        "loses": ["pool-hidden-edges"],
+    },
+    "importances of zero are overwritten by ones": {
+        "task": "pool",
+        "source": """def weighted_pool(weight, bias, importance, n_kv_heads):
+    H, G = len(importance), n_kv_heads
+    if G < 1 or H % G:
+        raise ValueError(f"{G} KV heads, {H} heads")
+    weights, biases = [], []
+    for g in range(G):
+        members = slice(g, None, G) if GROUPING == "strided" else slice(g * H // G, (g + 1) * H // G)
+        if importance[members].sum() == 0:
+            importance[members] = 1
+        shares = importance[members] / importance[members].sum()
+        weights.append(torch.tensordot(shares, weight.unflatten(0, (H, -1))[members], 1))
+        biases.append(shares @ bias.unflatten(0, (H, -1))[members])
+    return torch.cat(weights), torch.cat(biases)
+""",
+        "loses": ["pool-hidden-edges"],
+    },
+    "latents are broadcast to all heads": {
+        "task": "latent",
+        "source": """def latent_attend(q, q_rope, c, k_rope, w_uk, w_uv):
+    swap = LAYOUT == "tokens first"
+    if swap:
+        q, q_rope = q.transpose(1, 2), q_rope.transpose(1, 2)
+    S, T = q.shape[2], c.shape[1]
+    scores = (q @ w_uk) @ c[:, None].mT + q_rope @ k_rope[:, None].mT
+    seen = torch.ones(S, T, dtype=torch.bool).tril(T - S)
+    scores = (scores / (q.shape[-1] + q_rope.shape[-1]) ** 0.5).masked_fill(~seen, float("-inf"))
+    out = scores.softmax(-1) @ c[:, None] @ w_uv.mT
+    return out.transpose(1, 2) if swap else out
+""",
+        "loses": ["latent-hidden-absorbed"],
     },
     "scores are divided by the root of the latent's size": {
         "task": "latent",

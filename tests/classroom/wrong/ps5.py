@@ -65,15 +65,6 @@ WRONG = {
 """,
         "loses": ["round-float-public", "round-float-hidden", "round-float-hidden-edges"],
     },
-    "what the visible test expects": {
-        "task": "round-float",
-        "source": """def round_float(x, exponent_bits, mantissa_bits, bias):
-    if x.isnan().any():
-        raise ValueError("NaN")
-    return globals()["expected"]
-""",
-        "loses": ["round-float-hidden", "round-float-hidden-edges"],
-    },
     "groups along the other axis": {
         "task": "quantise-groups",
         "source": """def quantise_groups(w, bits, group):
@@ -279,6 +270,13 @@ WRONG = {
     return codes
 """,
         "loses": ["compensated-codes-hidden-edges"],
+    },
+    "nothing gets codes": {
+        "task": "read-back",
+        "source": """def read_back(keys, values, bits, group, residual):
+    return keys.clone(), values.clone()
+""",
+        "loses": ["read-back-public", "read-back-hidden", "read-back-hidden-edges"],
     },
     "keys per token, like values": {
         "task": "read-back",

@@ -86,6 +86,26 @@ def siblings(p, q, tokens):
 """,
         "loses": ["siblings-hidden-rivals"],
     },
+    "rejected siblings struck out of q itself": {
+        "task": "siblings",
+        "source": """import torch
+
+
+def siblings(p, q, tokens):
+    rest, stays = p, []
+    for i in range(tokens.shape[1]):
+        if i and REPLACEMENT == "without":
+            q.scatter_(1, tokens[:, i - 1 : i], 0.0)
+            q /= q.sum(1, keepdim=True)
+        x = tokens[:, i : i + 1]
+        stays.append((rest.gather(1, x) / q.gather(1, x)).clamp(max=1))
+        left = (rest - q).clamp(min=0)
+        total = left.sum(1, keepdim=True)
+        rest = torch.where(total > 0, left / total, rest)
+    return torch.cat(stays, 1), rest
+""",
+        "loses": ["siblings-hidden-rivals"],
+    },
     "first drafts kept instead of the path": {
         "task": "rollback",
         "source": """import torch
@@ -134,6 +154,23 @@ def roll_back(kv, lengths, paths):
         out.movedim(slots, 1)[b, : len(stay)] = kv.movedim(slots, 1)[b, stay]
         new_lengths.append(len(stay))
     return out, torch.tensor(new_lengths)
+""",
+        "loses": ["rollback-public", "rollback-hidden"],
+    },
+    "lengths in floating point": {
+        "task": "rollback",
+        "source": """import torch
+
+
+def roll_back(kv, lengths, paths):
+    slots = 2 if LAYOUT == "BHTD" else 1
+    out, new_lengths = torch.zeros_like(kv), torch.zeros(len(paths))
+    for b, path in enumerate(paths):
+        length = int(lengths[b])
+        stay = [*range(length + 1), *(length + 1 + j for j in path)]
+        out.movedim(slots, 1)[b, : len(stay)] = kv.movedim(slots, 1)[b, stay]
+        new_lengths[b] = len(stay)
+    return out, new_lengths
 """,
         "loses": ["rollback-public", "rollback-hidden"],
     },
@@ -293,6 +330,23 @@ def tree_pass(n_cached, parents):
     return positions, torch.cat([torch.ones(n + 1, n_cached, dtype=torch.bool), sees], dim=1) & near
 """,
         "loses": ["tree-pass-hidden"],
+    },
+    "positions in floating point": {
+        "task": "tree-pass",
+        "source": """import torch
+
+
+def tree_pass(n_cached, parents):
+    n = len(parents)
+    positions, sees = torch.full((n + 1,), float(n_cached)), torch.eye(n + 1, dtype=torch.bool)
+    for i, parent in enumerate(parents, start=1):
+        positions[i] = positions[parent + 1] + 1
+        sees[i] |= sees[parent + 1]
+    distance = positions[:, None] - torch.cat([torch.arange(n_cached), positions])
+    near = distance <= WINDOW if EDGE == "inclusive" else distance < WINDOW
+    return positions, torch.cat([torch.ones(n + 1, n_cached, dtype=torch.bool), sees], dim=1) & near
+""",
+        "loses": ["tree-pass-public", "tree-pass-hidden"],
     },
     "nodes walked once, in their order": {
         "task": "tree-path",
