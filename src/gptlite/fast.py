@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -117,6 +118,23 @@ def _fused(mha: MultiHeadAttention) -> MultiHeadAttention:
     return new
 
 
+_numbers = itertools.count()
+
+
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`torch.compile` of a function of one model.
+
+    The compiler remembers by the name of the code what has changed from call to call, and leaves those sizes open. All
+    models share their code, so the width of another would be taken for a size that changes: each gets its own name.
+    """
+
+    def call(*args: Any) -> Tensor:
+        return function(*args)
+
+    call.__code__ = call.__code__.replace(co_name=f"call_{next(_numbers)}")
+    return torch.compile(call)
+
+
 class CompiledStep:
     """A model's body with its decode step compiled for the weights it has; other steps run as they did.
 
@@ -127,7 +145,7 @@ class CompiledStep:
 
     def __init__(self, run: Callable[[Tensor, list[Segment], Cache | None], Tensor], config: Mapping[str, int]) -> None:
         self.plain, self.config = run, config
-        self.compiled = torch.compile(run)
+        self.compiled = _compiled(run)
 
     def __call__(self, tokens: Tensor, segments: list[Segment], cache: Cache | None = None) -> Tensor:
         """tokens [n_new] -> hidden states [n_new, d], as `GPTlite.run`."""
@@ -166,7 +184,7 @@ def compile_step(model: GPTlite, autotune: bool = True) -> GPTlite:
     config |= {"max_autotune_report_choices_stats": False, "autotune_num_choices_displayed": 0}  # it would print them
     new: Any = copy.copy(model)
     new.run = CompiledStep(model.run, config)
-    head = torch.compile(model.head)
+    head = _compiled(model.head)
 
     def compiled_head(hidden: Tensor) -> Tensor:
         with torch._inductor.config.patch(config):
