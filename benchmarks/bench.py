@@ -33,6 +33,7 @@ from gptlite.sampling import GREEDY
 from gptlite.serving.arrivals import mixed_requests
 
 NEAR = 1e-3  # two logits that close are as good as equal: rounding may choose either
+PAUSE = 0.3  # seconds before a run, until the idle threads of the engine before have stopped spinning
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ WORKS = [
 
 def run(engine: Engine, work: Work, prompt: Tensor) -> tuple[Tensor | None, float]:
     """One run of an engine. Returns: its new tokens (None for a prefill) and its seconds."""
+    time.sleep(PAUSE)
     start = time.perf_counter()
     tokens = engine.generate(prompt, work.n_new) if work.n_new else engine.prefill(prompt)
     seconds = time.perf_counter() - start

@@ -171,6 +171,7 @@ def compare(model: gptlite.GPTlite, requests: list[Request], runs: dict[str, Run
     overheads.clear()
     for i in range(rounds):
         for name in list(runs) if i % 2 == 0 else reversed(runs):
+            time.sleep(0.3)  # until the idle threads of the engine before have stopped spinning
             _, seconds, used = runs[name]()
             samples[name].append(seconds)
             processor[name].append(used)
