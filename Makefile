@@ -12,7 +12,7 @@ export SEED
 
 .DEFAULT_GOAL := help
 .PHONY: help book test test-fast lint unit oracles-test bad-input-test notebooks-test classroom-test site-test execute explorers serve \
-        repository setup clean mutation colab colab-test links publish bench release private nbgrader
+        repository setup clean mutation notebooks-mutation colab colab-test links publish bench release private nbgrader
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -92,13 +92,16 @@ nbgrader: $(VENV)/.test ## run nbgrader in a course: make nbgrader DO="autograde
 mutation: $(VENV)/.test ## break the package line by line and see that a test notices (long)
 	@$(PYTHON) tests/mutation/run.py
 
+notebooks-mutation: $(VENV)/.test ## break a technique at a time and see that tests and chapter notice (long; ONLY="05 08")
+	@$(PYTHON) tests/notebooks/test_mutations.py --fresh $(if $(ONLY),--only $(ONLY))
+
 colab: $(VENV)/.book ## write the chapters for Colab, in plain Markdown, into _build/colab
 	@$(PYTHON) tools/colab.py _build/colab
 
 colab-test: $(VENV)/.test ## run every chapter in an environment like Colab's (long; CHAPTERS="01 08" for some)
 	@$(PYTHON) tools/colab_test.py $(CHAPTERS)
 
-bench: $(VENV)/.test ## the package beside other engines on the same weights (about five minutes, alone on the machine)
+bench: $(VENV)/.test ## the package beside other engines on the same weights (about six minutes, alone on the machine)
 	@$(PIP) -e ".[bench]"
 	@$(PYTHON) benchmarks/bench.py --out benchmarks/results/bench.json
 

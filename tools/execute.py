@@ -54,6 +54,9 @@ def execute(path: Path, timeout: int = 600) -> dict:
     client.execute()
     seconds = time.perf_counter() - start
     about = json.loads(notebook.cells.pop().outputs[0].text)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = joined(cell.outputs)
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"file_extension": ".py", "mimetype": "text/x-python", "name": "python"},
@@ -63,6 +66,18 @@ def execute(path: Path, timeout: int = 600) -> dict:
     nbformat.write(notebook, written)
     os.replace(written, path)
     return {"seconds": round(seconds, 1), **about, "date": datetime.date.today().isoformat()}
+
+
+def joined(outputs: list) -> list:
+    """The same outputs, with what was printed in one go in one piece: where a kernel cuts it depends on the time."""
+    found: list = []
+    for output in outputs:
+        before = found[-1] if found else {}
+        if output["output_type"] == before.get("output_type") == "stream" and output["name"] == before["name"]:
+            before["text"] += output["text"]
+        else:
+            found.append(output)
+    return found
 
 
 def keep(name: str, entry: dict, status: Path = STATUS) -> None:

@@ -1,4 +1,4 @@
-"""`{benchmark-table} KIND`: what `make bench` measured, from benchmarks/results; KIND is decode, mixed or growth."""
+"""`{benchmark-table} KIND`: what `make bench` measured, from benchmarks/results, as `KINDS` says."""
 
 import json
 from pathlib import Path
@@ -24,8 +24,9 @@ def times_as_fast(seconds: dict[str, list[float]], name: str, over: str) -> str:
 def about(content: dict) -> str:
     """The machine and its own roof, in words."""
     machine, roof = content["machine"], content["roof"]
+    threads = f"{content['threads']} thread" + "s" * (content["threads"] > 1)
     return (
-        f"{machine['name']}, {content['threads']} threads, {machine['system']}, torch {machine['torch']}; "
+        f"{machine['name']}, {threads}, {machine['system']}, torch {machine['torch']}; "
         f"in the same run it copied {roof['bytes_per_second'] / 1e9:.1f} GB/s and multiplied at "
         f"{roof['flop_per_second'] / 1e9:.0f} GFLOP/s in fp32."
     )
@@ -73,7 +74,13 @@ def growth(content: dict) -> tuple[list[list[str]], str]:
     )
 
 
-KINDS = {"decode": ("bench.json", decode), "mixed": ("bench.json", mixed), "growth": ("growth.json", growth)}
+KINDS = {
+    "decode": ("bench.json", decode),
+    "decode-one-thread": ("bench-one-thread.json", decode),
+    "mixed": ("bench.json", mixed),
+    "mixed-one-thread": ("bench-one-thread.json", mixed),
+    "growth": ("growth.json", growth),
+}
 
 
 class BenchmarkTable(SphinxDirective):

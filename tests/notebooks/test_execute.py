@@ -32,6 +32,14 @@ def test_a_run_is_stored_and_described(tmp_path) -> None:
     assert list(entry["versions"]) == ["gptlite", "torch", "Python"]
 
 
+def test_what_is_printed_is_stored_in_one_piece(tmp_path) -> None:
+    slowly = "import sys, time\nfor i in range(3):\n    print(i, flush=True)\n    time.sleep(0.3)\n"
+    path = written(tmp_path / "01_a.ipynb", slowly + "print('!', file=sys.stderr)")
+    execute.execute(path)
+    outputs = nbformat.read(path, as_version=4).cells[0].outputs
+    assert [(output.name, output.text) for output in outputs] == [("stdout", "0\n1\n2\n"), ("stderr", "!\n")]
+
+
 def test_a_run_that_fails_leaves_the_file_alone(tmp_path) -> None:
     path = written(tmp_path / "01_a.ipynb", "1 / 0")
     before = path.read_bytes()

@@ -31,6 +31,7 @@ CACHES = {
     "dynamic, window": (5, lambda model, n: DynamicCache(model)),
     "static": (None, lambda model, n: StaticCache(model, n, CONTEXT, bucket=16)),
     "static, one bucket": (None, lambda model, n: StaticCache(model, n, CONTEXT, bucket=CONTEXT)),
+    "static, as far as it is filled": (None, lambda model, n: StaticCache(model, n, CONTEXT)),
     "ring": (5, lambda model, n: RingCache(model, n, chunk=MAX_CHUNK)),
     "prefix, blocks": (None, lambda model, n: PrefixCache(model, n, CONTEXT, BlockStore(6, 4), bucket=16)),
     "prefix, radix tree": (None, lambda model, n: PrefixCache(model, n, CONTEXT, RadixStore(30), bucket=16)),
@@ -49,7 +50,7 @@ CACHES = {
 
 # and those that are tried once more on a model with latent attention, whose keys hold the values too
 LATENT = ("dynamic", "static", "ring", "prefix, blocks", "paged", "paged, tiny blocks")
-LATENT += ("quantized, unrounded", "quantized pool, unrounded")
+LATENT += ("static, as far as it is filled", "quantized, unrounded", "quantized pool, unrounded")
 
 
 def make_model(window: int | None = None, dtype: torch.dtype = torch.float64) -> GPTlite:
@@ -337,6 +338,34 @@ def test_what_lies_in_unused_memory_is_never_read() -> None:
     torch.testing.assert_close(logits["a"][1], plain(model, [1, 2]), rtol=0, atol=1e-9)
     torch.testing.assert_close(logits["b"][0], plain(model, [5]), rtol=0, atol=1e-9)
     assert torch.isfinite(logits["b"]).all()
+
+
+@pytest.mark.parametrize("kind", ["static", "static, as far as it is filled", "static, one bucket"])
+def test_a_token_that_comes_late_does_not_see_what_follows_it(kind: str) -> None:
+    """The last slot that is written need not hold the last position: nothing may be taken for visible by its slot."""
+    model = make_model()
+    cache = CACHES[kind][1](model, 2)
+    step(model, cache, {"a": [1, 2], "b": [3, 4]}, {"a": [0, 1], "b": [0, 1]})
+    # one token each: the last of its row so far, then one before it
+    step(model, cache, {"a": [5], "b": [6]}, {"a": [3], "b": [2]})
+    logits = step(model, cache, {"a": [7], "b": [8]}, {"a": [2], "b": [3]})
+    torch.testing.assert_close(logits["a"][0], plain(model, [1, 2, 7]), rtol=0, atol=1e-9)
+    torch.testing.assert_close(logits["b"][0], plain(model, [3, 4, 6, 8]), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("steps", [[1, 1, 1], [2, 1], [1, 2, 1, 1]])
+def test_a_row_shorter_than_its_neighbours_sees_no_one_elses_length(steps: list[int]) -> None:
+    """Rows of one step that have different lengths are read to the longest: the rest must stay masked."""
+    model = make_model()
+    cache = StaticCache(model, 2, CONTEXT)
+    texts = {"a": [4, 9, 1, 3], "b": [2]}
+    step(model, cache, texts, {"a": [0, 1, 2, 3], "b": [0]})
+    for n in steps:
+        new = {key: [(7 * len(text) + i) % VOCAB for i in range(n)] for key, text in texts.items()}
+        logits = step(model, cache, new, {key: [len(texts[key]) + i for i in range(n)] for key in texts})
+        texts = {key: text + new[key] for key, text in texts.items()}
+        for key, text in texts.items():
+            torch.testing.assert_close(logits[key][-1], plain(model, text), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["static", "static, one bucket", "ring"])
