@@ -32,6 +32,11 @@ def about(content: dict) -> str:
     )
 
 
+def grouped(rows: list[list[str]]) -> list[list[str]]:
+    """The rows with their first cell only where it is another than above, since it is long and often the same."""
+    return [rows[0]] + [["" if row[0] == above[0] else row[0], *row[1:]] for above, row in zip(rows, rows[1:])]
+
+
 def decode(content: dict) -> tuple[list[list[str]], str]:
     """Rows and caption of the works with prompts of one length."""
     rows = [["work", "engine", "speed", "times transformers", "times CTranslate2", "of the roof"]]
@@ -42,7 +47,7 @@ def decode(content: dict) -> tuple[list[list[str]], str]:
             share = f"{100 * result['least_seconds'] / seconds:.0f} %"
             ratios = [times_as_fast(result["seconds"], name, peer) for peer in (PEER, CT2)]
             rows.append([result["name"], name, speed, *ratios, share])
-    return rows, f"The same work by several engines. {about(content)}"
+    return grouped(rows), f"The same work by several engines. {about(content)}"
 
 
 def mixed(content: dict) -> tuple[list[list[str]], str]:
@@ -53,7 +58,7 @@ def mixed(content: dict) -> tuple[list[list[str]], str]:
             ratios = [times_as_fast(result["seconds"], name, peer) for peer in (STATIC, CONTINUOUS)]
             rows.append([result["name"], name, f"{speed:,.0f} token/s", *ratios])
     share = 100 * content["mixed"][0]["overhead_outside_the_model"]
-    return rows, (
+    return grouped(rows), (
         "Requests of mixed lengths; ratios are to transformers. Of a step of the engine over a paged cache "
         f"{share:.0f} % is outside the model. {about(content)}"
     )
