@@ -1,6 +1,7 @@
 """`{benchmark-table} KIND`: what `make bench` measured, from benchmarks/results, as `KINDS` says."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -34,7 +35,7 @@ def about(content: dict) -> str:
 
 def grouped(rows: list[list[str]]) -> list[list[str]]:
     """The rows with their first cell only where it is another than above, since it is long and often the same."""
-    return [rows[0]] + [["" if row[0] == above[0] else row[0], *row[1:]] for above, row in zip(rows, rows[1:])]
+    return [rows[0]] + [["" if row[0] == above[0] else row[0], *row[1:]] for above, row in pairwise(rows)]
 
 
 def decode(content: dict) -> tuple[list[list[str]], str]:
