@@ -51,6 +51,7 @@ class GraphStep:
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.logits = self.model.head(self.model.run(self.tokens, [self.segment], self.cache))
+        self.graph.replay()  # capturing runs nothing: this is the step that was prepared for it
 
     def _prepare(self) -> Any:
         positions = self.model.next_positions(self.batch, 1, self.cache)
