@@ -121,7 +121,7 @@ def test_what_is_published_was_tested() -> None:
 def test_the_long_runs_are_scheduled() -> None:
     content = workflow(next(path for path in WORKFLOWS if path.stem == "scheduled"))
     matrix = content["jobs"]["long"]["strategy"]["matrix"]["include"]
-    assert {each["target"] for each in matrix} == {"execute", "colab-test", "mutation"}
+    assert {each["target"] for each in matrix} == {"execute", "colab-test", "mutation", "notebooks-mutation"}
     for path in WORKFLOWS:
         for entry in workflow(path)["on"].get("schedule", []) if isinstance(workflow(path)["on"], dict) else []:
             assert re.fullmatch(r"(\d+|\*)( (\d+|\*)){4}", entry["cron"])
