@@ -3,7 +3,7 @@
     python benchmarks/gpu.py --out benchmarks/results/gpu.json        gpt2, 1b and 7b in bf16, batch 1 to 256
     python benchmarks/gpu.py --device cpu --dtype float32 --presets nano --batches 1 2 --context 16    to try it
 
-Random weights, made on the device: no network and no file. Each preset and batch is measured by turns in both ways, the
+Random weights, made on the device: no network and no file. Each preset and batch is measured in both ways, one after the other, the
 logits of both are compared, and the device's own bandwidth and FLOP rate are measured in the same run. What does not
 fit the memory is left out and said so; --seconds ends the run in time.
 """
@@ -131,8 +131,12 @@ def main() -> None:
         config = preset(name, context_length=args.context + args.steps + 8)
         shape = ModelShape.of(config)
         weights = n_params(shape) * dtype.itemsize
+        if weights > 0.8 * free_bytes(torch.device(args.device)):
+            left_out.append(f"{name}: the weights need {weights / 1e9:.1f} GB")
+            continue
         model = random_model(config, args.device, dtype)
         for batch in args.batches:
+            # the cache of one way is still there while that of the next is filled
             needed = 2 * batch * config.context_length * kv_bytes_per_token(shape, dtype.itemsize)
             if needed > 0.8 * free_bytes(torch.device(args.device)):
                 left_out.append(f"{name}, batch {batch}: the keys and values need {needed / 1e9:.1f} GB")
