@@ -3,9 +3,9 @@
     python benchmarks/gpu.py --out benchmarks/results/gpu.json        gpt2, 1b and 7b in bf16, batch 1 to 256
     python benchmarks/gpu.py --device cpu --dtype float32 --presets nano --batches 1 2 --context 16    to try it
 
-Random weights, made on the device: no network and no file. Each preset and batch is measured in both ways,
-one after the other, the logits of both are compared, and the device's own bandwidth and FLOP rate are measured in the same run. What does not
-fit the memory is left out and said so; --seconds ends the run in time.
+Random weights, made on the device: no network and no file. Each preset and batch is measured in both ways, one after
+the other, the logits of both are compared, and the device's own bandwidth and FLOP rate are measured in the same run.
+What does not fit the memory is left out and said so; --seconds ends the run in time.
 """
 
 import argparse
