@@ -70,15 +70,16 @@ def attend(
         return attend(rows, k, v, mask, scale).flatten(1, 2)[:, :, None]  # [B, H, 1, Dv]
     if mask is not None and mask.shape[1] not in (1, H):
         mask = mask.repeat_interleave(H // mask.shape[1], dim=1)  # [B, H, S, T]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     if not need_lse:
+        q = q * scale  # not in the kernel: OPT scales its queries first, and the same rounding gives the same bits
         if q.requires_grad and q.dtype == torch.bfloat16 and q.device.type == "cpu":
-            out = _attend_by_products(q, k, v, mask, scale)
+            out = _attend_by_products(q, k, v, mask)
         else:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=H != G)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0, enable_gqa=H != G)
         # back ends disagree on a row with no key (zeros or NaN): it is zeros here
         return out if mask is None else out.masked_fill(~mask.any(-1, keepdim=True), 0.0)
     wide = torch.promote_types(q.dtype, torch.float32)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     grouped = q.to(wide).unflatten(1, (G, H // G))  # [B, G, H/G, S, D]
     scores = (grouped @ k.to(wide)[:, :, None].mT * scale).flatten(1, 2)  # [B, H, S, T]
     if mask is not None:
@@ -90,11 +91,14 @@ def attend(
     return out.flatten(1, 2).to(q.dtype), lse
 
 
-def _attend_by_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """The same by two matrix products: on a CPU in bf16 the backward pass of the fused kernel takes much longer."""
+def _attend_by_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """The same by two matrix products: on a CPU in bf16 the backward pass of the fused kernel takes much longer.
+
+    Args:
+        q: queries, already scaled.
+    """
     H, G = q.shape[1], k.shape[1]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = ((q * scale).unflatten(1, (G, H // G)) @ k[:, :, None].mT).flatten(1, 2)  # [B, H, S, T]
+    scores = (q.unflatten(1, (G, H // G)) @ k[:, :, None].mT).flatten(1, 2)  # [B, H, S, T]
     if mask is not None:
         # finite, so that a row with no key has no NaN in its gradient; half, so that adding a score stays finite
         never = torch.finfo(scores.dtype).min / 2

@@ -142,6 +142,17 @@ def folded_bias(model: GPTlite) -> Tensor:
     return after
 
 
+def fold_head_bias(model: GPTlite) -> None:
+    """Moves the head's bias into the last LayerNorm's, in place: the logits stay, and OPT holds the very same numbers.
+
+    Raises: ValueError as `folded_bias`, and the model is as it was.
+    """
+    bias = folded_bias(model)
+    with torch.no_grad():
+        model.ln.bias.copy_(bias)
+        model.fc_out.bias.zero_()
+
+
 def tokenizer_json(tokenizer: CharTokenizer) -> dict[str, Any]:
     """The tokenizer in the format of the `tokenizers` library: one token per character, others are an error."""
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from gptlite.checkpoint import load_checkpoint, save_checkpoint, write_atomically
 from gptlite.config import GPTConfig
 from gptlite.data import CharTokenizer, Corpus, training_batch
+from gptlite.export import fold_head_bias
 from gptlite.measure import validation_loss
 from gptlite.model import GPTlite
 
@@ -195,6 +197,8 @@ def train(
             save_state(state_path, run, model, optimizers, step, curve, along)
         if on_step:
             on_step(step, value)
+    with contextlib.suppress(ValueError):  # a large vocabulary keeps its bias
+        fold_head_bias(model)
     save_checkpoint(out, model, tokenizer)
     # measured on the weights as stored, in fp16, so that anyone who measures the file finds the same
     stored, _ = load_checkpoint(out, device)

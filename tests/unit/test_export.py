@@ -12,9 +12,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+import gptlite
+from gptlite.checkpoint import SHIPPED
 from gptlite.config import GPTConfig
 from gptlite.data import CharTokenizer
-from gptlite.export import FILES, export_hf, folded_bias, opt_weights
+from gptlite.export import FILES, export_hf, fold_head_bias, folded_bias, opt_weights
 from gptlite.model import GPTlite, MultiHeadAttention
 
 CHARS = "\n :EMORabcdé"
@@ -78,6 +80,30 @@ def test_a_bias_that_cannot_be_folded() -> None:
     zero = make(vocab_size=16, d_model=12, n_heads=3)
     nn.init.zeros_(zero.fc_out.bias)
     assert torch.equal(folded_bias(zero), zero.ln.bias)
+
+
+def test_a_bias_that_moves_leaves_the_logits() -> None:
+    model = make().double()
+    tokens = torch.randint(len(CHARS), (2, 8))
+    expected = model(tokens)
+    fold_head_bias(model)
+    assert not model.fc_out.bias.any()
+    # the bias is stored in fp32
+    torch.testing.assert_close(model(tokens), expected, atol=1e-6, rtol=0)
+
+
+def test_a_bias_that_cannot_move_stays() -> None:
+    model = make(vocab_size=16, d_model=12, n_heads=3)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    with pytest.raises(ValueError, match="or a bias of zero"):
+        fold_head_bias(model)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_model_is_an_opt_as_it_is(name: str) -> None:
+    model, _ = gptlite.load(name)
+    assert not model.fc_out.bias.any() and torch.equal(folded_bias(model), model.ln.bias)
 
 
 class Latent(MultiHeadAttention):

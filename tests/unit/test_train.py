@@ -186,6 +186,7 @@ def test_the_card_says_how_the_model_was_made(tmp_path):
     assert card["corpus"] == {"name": "rhyme", "sha256": CORPUS.sha256, "train_chars": len(CORPUS.train)}
     assert card["settings"] == asdict(SETTINGS)
     assert card["steps"] == 12
+    assert not model.fc_out.bias.any()  # it has moved into the last LayerNorm
     assert card["tokens_seen"] == 12 * 3 * 12
     assert card["device"] == "cpu"
     assert card["torch"] == torch.__version__
