@@ -149,14 +149,19 @@ class CompiledStep:
 
     def __call__(self, tokens: Tensor, segments: list[Segment], cache: Cache | None = None) -> Tensor:
         """tokens [n_new] -> hidden states [n_new, d], as `GPTlite.run`."""
-        if cache is None or len(segments) > 1 or segments[0].positions.shape[1] > 1:
+        segment = segments[0]
+        if cache is None or len(segments) > 1 or segment.positions.shape[1] > 1:
             return self.plain(tokens, segments, cache)
-        k_pos = segments[0].k_pos
-        if k_pos is not None:
-            torch._dynamo.mark_dynamic(k_pos, 1)  # T grows with every step: one program serves all
+        # a batch that changes would want a program for each of its sizes
+        step = segment if segment.mask is not None else cache.whole(segment) or segment
+        if step is not segment:
+            tokens = tokens.new_zeros(len(step.positions)).index_copy(0, segment.lines, tokens)
+        if step.k_pos is not None:
+            torch._dynamo.mark_dynamic(step.k_pos, 1)  # T grows with every step: one program serves all
         # a first call compiles, and any later one whose shapes are new
         with torch._inductor.config.patch(dict(self.config)):
-            return self.compiled(tokens, segments, cache)
+            hidden = self.compiled(tokens, [step], cache)
+        return hidden if step is segment else hidden[segment.lines]
 
 
 def compile_step(model: GPTlite, autotune: bool = True) -> GPTlite:

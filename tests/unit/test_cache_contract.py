@@ -410,6 +410,35 @@ def test_a_window_of_w_is_w_keys_and_the_ring_holds_w_plus_c_minus_1() -> None:
         cache.prepare(["a"], [torch.tensor([18, 19, 20, 21])])
 
 
+@pytest.mark.parametrize("kind", ["static", "static, as far as it is filled", "ring", "prefix, blocks"])
+def test_a_step_over_all_lines_is_the_same_step(kind: str) -> None:
+    window, make = CACHES[kind]
+    model = make_model(window)
+    one, other = make(model, 5), make(model, 5)
+    texts = {"a": [1, 2], "b": [3], "c": [4, 5, 6], "d": [7]}
+    for cache in (one, other):
+        step(model, cache, texts, {key: list(range(len(text))) for key, text in texts.items()})
+        cache.free("b")  # a line in the middle has nobody
+    for names in (["d", "a", "c"], ["c"], ["a", "c"], ["d", "c", "a"], ["a", "b", "c", "d", "e"]):
+        tokens = torch.arange(3, 3 + len(names))
+        positions = torch.tensor([[cache.next_position(key)] for key in names])
+        (segment,) = one.prepare(names, positions)
+        whole = one.whole(segment)
+        assert whole is not None and whole.positions.shape == (5, 1) and whole.span == slice(0, 5)
+        # what stands in the rows of nobody must not matter
+        everyone = torch.full((5,), VOCAB - 1).index_copy(0, segment.lines, tokens)
+        hidden = model.run(everyone, [whole], one)[segment.lines]
+        expected = model.run(tokens, other.prepare(names, positions), other)
+        torch.testing.assert_close(hidden, expected, rtol=0, atol=1e-9)
+
+
+def test_a_cache_without_lines_has_no_step_over_all_of_them() -> None:
+    model = make_model()
+    for cache in (DynamicCache(model), PagedCache(model, 8, 4)):
+        (segment,) = cache.prepare(["a"], torch.tensor([[0]]))
+        assert cache.whole(segment) is None
+
+
 @pytest.mark.parametrize("kind", ["static", "static, one bucket", "ring"])
 def test_decoding_compiles_to_a_constant_number_of_graphs(kind: str) -> None:
     window, make = CACHES[kind]

@@ -18,6 +18,8 @@ from gptlite.fast import MIN_WEIGHTS, PackedAttention, PackedLinear, compile_ste
 from gptlite.generate import decode_step, prefill
 from gptlite.model import GPTlite
 from gptlite.sampling import GREEDY
+from gptlite.serving.engine import Engine
+from gptlite.serving.sequence import Request
 from gptlite.variants.mla import to_latent
 from gptlite.variants.swap import swap_attention
 
@@ -178,6 +180,20 @@ def test_a_compiled_step_generates_the_same_with_one_program(few_programs: None)
     )
     torch.testing.assert_close(found, plain, rtol=0, atol=1e-5)
     assert counter["unique_graphs"] == 2
+
+
+def test_an_engine_whose_batch_changes_decodes_with_one_program(few_programs: None) -> None:
+    model = make(n_layers=1)
+    compiled = compile_step(model, autotune=False)
+    requests = [Request([7 * i + 1, 3], n_new, GREEDY) for i, n_new in enumerate((3, 9, 1, 14, 6, 2, 11))]
+    alone = [gptlite.generate(model, torch.tensor([r.prompt]), r.n_new, GREEDY)[0, 2:].tolist() for r in requests]
+    engine = Engine(compiled, StaticCache(model, 4, 20), max_batch=4, trace=True)
+    sequences = [engine.add(request) for request in requests]
+    engine.run()
+    assert [sequence.output for sequence in sequences] == alone
+    assert len({len(record.rows) for record in engine.trace}) == 4  # batches of every size
+    # the body's, and the head's for a batch of 4, for one that changes and for one row
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
 
 
 def test_steps_that_are_no_decode_step_run_as_they_did(few_programs: None) -> None:

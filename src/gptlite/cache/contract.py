@@ -137,6 +137,17 @@ class Cache:
         """
         raise NotImplementedError
 
+    def whole(self, segment: Segment) -> Segment | None:
+        """The same step over all lines of the cache, in their order, with holes where a line has no new token.
+
+        Its shapes do not depend on who is in the step, and nothing is gathered: what a program compiled for fixed
+        shapes wants. Row b of `segment` is row `segment.lines[b]` of the result.
+        Args:
+            segment: one that `prepare` returned, the whole of its step and no tree.
+        Returns: None for a cache that has no lines.
+        """
+        return None
+
     # tokens of the longest sequence that the cache could hold if it held nothing else; None means no limit of its own
     longest: int | None = None
 

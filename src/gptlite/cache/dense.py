@@ -191,6 +191,17 @@ class StaticCache(TrackedCache):
             return False
         return all(self.positions[key][-1] == max(self.positions[key]) for key in keys)
 
+    def whole(self, segment: Segment) -> Segment:
+        n, n_rows = len(self.k_pos), len(segment.sequences)
+        if isinstance(segment.span, slice) and n_rows == n:
+            return segment
+        assert segment.k_pos is not None and segment.slots is not None and segment.lines is not None
+        lines, S, T = segment.lines, segment.positions.shape[1], segment.k_pos.shape[1]
+        pos, at = (torch.full((n, S), idle, device=self.device) for idle in (-1, self.max_tokens))
+        pos[lines], at[lines] = segment.positions, segment.slots  # [lines, S]
+        every = torch.arange(n, device=self.device)
+        return Segment(None, pos, segment.sequences, every, slice(0, n), at, self.k_pos[:, :T])
+
     def update(self, layer: int, k: Tensor, v: Tensor | None, segment: Segment) -> tuple[Tensor, Tensor | None, Tensor]:
         assert segment.k_pos is not None
         keys = self._write(self.k[layer], k, segment)  # [B, G, T, Dk]
