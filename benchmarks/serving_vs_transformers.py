@@ -7,7 +7,8 @@ Runs alternate, so that a change in the machine's load meets all of them, and ra
 are compared in the same run: where two engines differ, their two tokens must be as good as equal in the plain model's
 logits, and otherwise nothing is reported.
 
-One more row has packed weights (`gptlite.fast.pack`); all other rows of both packages leave them as they were loaded.
+One row has packed weights (`gptlite.fast.pack`), and one a compiled decode step (`gptlite.fast.compile_step`) over a
+dense cache, compiled in the warm-up; all other rows of both packages leave the weights as they were loaded.
 
 Processor seconds stand beside the clock's: on a machine that does other work too, `--threads 1` and the processor's
 seconds say more.
@@ -36,7 +37,7 @@ import gptlite
 from gptlite.cache.dense import StaticCache
 from gptlite.cache.paged import PagedCache
 from gptlite.export import opt_config, opt_weights
-from gptlite.fast import pack
+from gptlite.fast import compile_step, pack
 from gptlite.hardware import machine
 from gptlite.sampling import GREEDY
 from gptlite.serving.arrivals import mixed_requests
@@ -46,6 +47,7 @@ from gptlite.serving.sequence import Request
 from gptlite.serving.static import StaticScheduler
 
 OURS, OURS_PACKED = "gptlite engine, paged cache", "gptlite engine, packed weights"
+OURS_COMPILED = "gptlite engine, compiled step"
 STATIC, CONTINUOUS = "transformers static", "transformers continuous"
 NEAR = 1e-3  # two logits this close may change places by rounding
 Tokens = list[list[int]]
@@ -142,7 +144,7 @@ def timed(run: Callable[[], Tokens]) -> Run:
 
 def engines(model: gptlite.GPTlite, requests: list[Request], batch: int) -> dict[str, Run]:
     """The ways to serve the requests, all with the model's weights."""
-    packed = pack(copy.deepcopy(model))
+    packed, compiled = pack(copy.deepcopy(model)), compile_step(model)
     PagedAttentionCache.get_seq_length = lambda self, layer_idx=0: 0  # see above
     peer = OPTForCausalLM(OPTConfig(**opt_config(model) | {"eos_token_id": None, "pad_token_id": 0})).eval()
     peer.load_state_dict(opt_weights(model), strict=True)
@@ -150,6 +152,7 @@ def engines(model: gptlite.GPTlite, requests: list[Request], batch: int) -> dict
     return {
         OURS: timed(lambda: ours(model, requests, batch, "paged")),
         OURS_PACKED: timed(lambda: ours(packed, requests, batch, "packed")),
+        OURS_COMPILED: timed(lambda: ours(compiled, requests, batch, "compiled")),
         "gptlite engine, dense cache": timed(lambda: ours(model, requests, batch, "dense")),
         "gptlite static": timed(lambda: ours(model, requests, batch, "static")),
         STATIC: timed(lambda: static(peer, requests, batch)),
