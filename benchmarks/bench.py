@@ -20,7 +20,20 @@ from statistics import median
 from typing import Any
 
 import torch
-from peers import COMPILED, CT2, CT2_INT8, INT8, PACKED, PEER, PLAIN, CTranslate2, Engine, engines, make_model
+from peers import (
+    COMPILED,
+    CT2,
+    CT2_INT8,
+    INT8,
+    INT8_INPUTS,
+    PACKED,
+    PEER,
+    PLAIN,
+    CTranslate2,
+    Engine,
+    engines,
+    make_model,
+)
 from serving_vs_transformers import CONTINUOUS, STATIC, compare, timed, times_as_fast
 from serving_vs_transformers import engines as serving_engines
 from torch import Tensor
@@ -189,9 +202,11 @@ def table(results: list[dict[str, Any]], roof: Roof, threads: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--full", action="store_true", help="9 rounds, and the compiled step for every batch")
+    parser.add_argument("--full", action="store_true", help="9 rounds, and the compiled step for S2's batch too")
     parser.add_argument("--shapes", nargs="+", choices=("S1", "S2", "tiny"), default=["S1", "S2"])
-    parser.add_argument("--engines", nargs="+", default=[PEER, PLAIN, PACKED, COMPILED, INT8, CT2, CT2_INT8])
+    parser.add_argument(
+        "--engines", nargs="+", default=[PEER, PLAIN, PACKED, COMPILED, INT8, INT8_INPUTS, CT2, CT2_INT8]
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, help="JSON file; a table in Markdown goes to the standard output anyway")
     args = parser.parse_args()
@@ -203,8 +218,8 @@ def main() -> None:
         for work in WORKS:
             if work.shape == shape:
                 print(f"{work.name} ...", file=sys.stderr, flush=True)
-                # compiling for a batch of 16 takes a minute or two, and a prefill is never compiled
-                skips = not work.n_new or (work.batch > 1 and not args.full)
+                # a prefill is never compiled, and a large model's batch takes minutes to compile
+                skips = not work.n_new or (shape == "S2" and work.batch > 1 and not args.full)
                 able = {name: engine for name, engine in made.items() if not (skips and name == COMPILED)}
                 results.append(measure(work, able, 9 if args.full else 3, roof))
         if shape != "S2" and CT2 in args.engines:

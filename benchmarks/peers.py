@@ -30,7 +30,7 @@ from gptlite.sampling import GREEDY
 
 PEER = "transformers generate"
 PLAIN, PACKED, COMPILED = "gptlite", "gptlite, packed weights", "gptlite, compiled step"
-INT8 = "gptlite, int8 weights"
+INT8, INT8_INPUTS = "gptlite, int8 weights", "gptlite, int8 weights and inputs"
 CT2, CT2_INT8 = "CTranslate2", "CTranslate2, int8"
 
 # the shapes of OPT that are compared: S1 is bound by what surrounds the products, S2 by reading weights
@@ -64,10 +64,14 @@ def make_model(shape: str) -> gptlite.GPTlite:
     return random_model(SHAPES[shape], "cpu", torch.float32)
 
 
-def int8_weights(model: gptlite.GPTlite) -> gptlite.GPTlite:
-    """The same model with the weights of all linear layers, the head's too, in INT8, and a kernel that reads them."""
+def int8_weights(model: gptlite.GPTlite, int8_inputs: bool = False) -> gptlite.GPTlite:
+    """The same model with the weights of all linear layers, the head's too, in INT8, and a kernel that reads them.
+
+    Args:
+        int8_inputs: whether the inputs are rounded to INT8 as well.
+    """
     coded = round_to_nearest(copy.deepcopy(model), Grid(8, group_size=None, symmetric=True), head=True)
-    use_kernels(coded)
+    use_kernels(coded, int8_inputs)
     return coded
 
 
@@ -148,6 +152,7 @@ def engines(shape: str, threads: int, names: list[str]) -> dict[str, Engine]:
         PACKED: lambda: ours(pack(copy.deepcopy(model))),
         COMPILED: lambda: ours(compile_step(model)),
         INT8: lambda: ours(int8_weights(model), exact=False),
+        INT8_INPUTS: lambda: ours(int8_weights(model, int8_inputs=True), exact=False),
         CT2: lambda: CTranslate2(model, threads).engine(exact=True),
         CT2_INT8: lambda: CTranslate2(model, threads, "int8").engine(exact=False),
     }

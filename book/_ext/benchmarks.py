@@ -82,9 +82,11 @@ def growth(content: dict) -> tuple[list[list[str]], str]:
 
 KINDS = {
     "decode": ("bench.json", decode),
-    "decode-one-thread": ("bench-one-thread.json", decode),
     "mixed": ("bench.json", mixed),
-    "mixed-one-thread": ("bench-one-thread.json", mixed),
+    "decode-zen4": ("bench-zen4.json", decode),
+    "decode-zen4-one-thread": ("bench-zen4-one-thread.json", decode),
+    "mixed-zen4": ("bench-zen4.json", mixed),
+    "mixed-zen4-one-thread": ("bench-zen4-one-thread.json", mixed),
     "growth": ("growth.json", growth),
 }
 

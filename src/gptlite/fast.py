@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class PackedLinear(nn.Module):
 class PackedAttention(MultiHeadAttention):
     """Multi-head attention whose queries, keys and values come from one product."""
 
-    qkv_proj: PackedLinear
+    qkv_proj: Any  # `PackedLinear`, or another layer with `sizes`
     shape: tuple[int, int, int]
 
     @property
@@ -92,47 +92,76 @@ def pack(model: GPTlite) -> GPTlite:
         if type(layer) is nn.Linear:
             check_packable(layer)
     for block in model.blocks:
-        block.mha = _fused(block.mha)
+        block.mha = fuse_projections(block.mha, _large, PackedLinear)
     return replace_linear(model.eval(), _packed, head=True)
 
 
 def _packed(name: str, layer: nn.Module) -> nn.Module:
-    large = type(layer) is nn.Linear and layer.weight.numel() >= MIN_WEIGHTS
-    return PackedLinear(layer) if large else layer  # type: ignore[arg-type]
+    return PackedLinear(layer) if _large([layer]) else layer  # type: ignore[arg-type]
 
 
-def _fused(mha: MultiHeadAttention) -> MultiHeadAttention:
-    """The same attention with one layer for queries, keys and values, where they are plain linear layers."""
+def _large(layers: Sequence[nn.Module]) -> bool:
+    plain = [layer for layer in layers if type(layer) is nn.Linear]
+    return len(plain) == len(layers) and sum(layer.weight.numel() for layer in plain) >= MIN_WEIGHTS
+
+
+def fuse_projections(
+    mha: MultiHeadAttention, takes: Callable[[Sequence[nn.Module]], bool], make: Callable[..., nn.Module]
+) -> MultiHeadAttention:
+    """The same attention with one layer for queries, keys and values.
+
+    Args:
+        takes: whether `make` can have these three layers.
+        make: makes one layer of them, with their `sizes`.
+    Returns: a new attention that shares the rest; `mha` itself when its layers are not taken, or it has a `project` of
+        its own.
+    """
     names = ("query_proj", "key_proj", "value_proj")
-    layers = [layer for name in names if type(layer := getattr(mha, name, None)) is nn.Linear]
-    if type(mha).project is not MultiHeadAttention.project or len(layers) < len(names):
+    if type(mha).project is not MultiHeadAttention.project:
         return mha
-    if sum(layer.weight.numel() for layer in layers) < MIN_WEIGHTS:
+    layers = [getattr(mha, name) for name in names]
+    if not takes(layers):
         return mha
     shape = mha.kv_shape
     new: Any = copy.copy(mha)
     new._modules = {name: part for name, part in mha._modules.items() if name not in names}
     # its own `mix` and `mask` stay
     new.__class__ = type(f"Packed{type(mha).__name__}", (PackedAttention, type(mha)), {})
-    new.shape, new.qkv_proj = shape, PackedLinear(*layers)
+    new.shape, new.qkv_proj = shape, make(*layers).train(mha.training)
     return new
 
 
 _numbers = itertools.count()
 
 
-def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`torch.compile` of a function of one model.
+def _compiled(function: Callable[..., Tensor], autotune: bool) -> Callable[..., Tensor]:
+    """`torch.compile` of a function of one model, with its weights frozen into the program.
 
-    The compiler remembers by the name of the code what has changed from call to call, and leaves those sizes open. All
-    models share their code, so the width of another would be taken for a size that changes: each gets its own name.
+    The compiler counts by the name of the code how many programs it has made. All models share their code, so those of
+    another would count too: each gets its own name.
     """
 
     def call(*args: Any) -> Tensor:
         return function(*args)
 
     call.__code__ = call.__code__.replace(co_name=f"call_{next(_numbers)}")
-    return torch.compile(call)
+    options: dict[str, Any] = {
+        "cpp_wrapper": True,
+        "max_autotune": autotune,
+        "max_autotune_report_choices_stats": False,  # it would print them
+        "autotune_num_choices_displayed": 0,
+        # frozen weights do not change, so looking at a hundred of them before each step finds nothing
+        "guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe,
+    }
+    # not dynamic: a program for any batch is slower for each, so every batch gets its own
+    program = torch.compile(call, dynamic=False, options=options)
+
+    def frozen(*args: Any) -> Tensor:
+        # a first call compiles, and any later one whose shapes are new; as an option this setting is not seen
+        with torch._inductor.config.patch(freezing=True):
+            return program(*args)
+
+    return frozen
 
 
 class CompiledStep:
@@ -140,12 +169,12 @@ class CompiledStep:
 
     Args:
         run: the body, `GPTlite.run`.
-        config: what the compiler is told, names of `torch._inductor.config`.
+        autotune: see `compile_step`.
     """
 
-    def __init__(self, run: Callable[[Tensor, list[Segment], Cache | None], Tensor], config: Mapping[str, int]) -> None:
-        self.plain, self.config = run, config
-        self.compiled = _compiled(run)
+    def __init__(self, run: Callable[[Tensor, list[Segment], Cache | None], Tensor], autotune: bool) -> None:
+        self.plain = run
+        self.compiled = _compiled(run, autotune)
 
     def __call__(self, tokens: Tensor, segments: list[Segment], cache: Cache | None = None) -> Tensor:
         """tokens [n_new] -> hidden states [n_new, d], as `GPTlite.run`."""
@@ -155,13 +184,36 @@ class CompiledStep:
         # a batch that changes would want a program for each of its sizes
         step = segment if segment.mask is not None else cache.whole(segment) or segment
         if step is not segment:
+            assert segment.lines is not None
             tokens = tokens.new_zeros(len(step.positions)).index_copy(0, segment.lines, tokens)
         if step.k_pos is not None:
             torch._dynamo.mark_dynamic(step.k_pos, 1)  # T grows with every step: one program serves all
-        # a first call compiles, and any later one whose shapes are new
-        with torch._inductor.config.patch(dict(self.config)):
-            hidden = self.compiled(tokens, [step], cache)
+        hidden = self.compiled(tokens, [step], cache)
         return hidden if step is segment else hidden[segment.lines]
+
+
+class CompiledHead:
+    """A model's head, compiled for 1, 2, 4, ... rows: who samples changes with every step of an engine.
+
+    Args:
+        head: `GPTlite.head`.
+        autotune: see `compile_step`.
+    """
+
+    max_rows = 128  # the compiler makes eight programs at most
+
+    def __init__(self, head: Callable[[Tensor], Tensor], autotune: bool) -> None:
+        self.plain = head
+        self.compiled = _compiled(head, autotune)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """hidden [..., d] -> logits [..., V], as `GPTlite.head`."""
+        if hidden.dim() != 2 or not 1 <= len(hidden) <= self.max_rows:
+            return self.plain(hidden)
+        n = len(hidden)
+        rows = hidden.new_zeros(1 << (n - 1).bit_length(), hidden.shape[1])  # [1, 2, 4, ..., d]
+        rows[:n] = hidden
+        return self.compiled(rows)[:n]
 
 
 def compile_step(model: GPTlite, autotune: bool = True) -> GPTlite:
@@ -185,16 +237,7 @@ def compile_step(model: GPTlite, autotune: bool = True) -> GPTlite:
         raise ValueError("the model is in training mode, a compiled step needs model.eval()")
     if any(isinstance(module, PackedLinear) for module in model.modules()):
         raise ValueError("the model is packed, compile it as it was before: the compiler packs its weights itself")
-    config: dict[str, int] = {"freezing": True, "cpp_wrapper": True, "max_autotune": autotune}
-    config |= {"max_autotune_report_choices_stats": False, "autotune_num_choices_displayed": 0}  # it would print them
     new: Any = copy.copy(model)
-    new.run = CompiledStep(model.run, config)
-    head = _compiled(model.head)
-
-    def compiled_head(hidden: Tensor) -> Tensor:
-        with torch._inductor.config.patch(config):
-            # after a prefill the rows lie apart, by a stride that a program would be compiled for
-            return head(hidden.clone(memory_format=torch.contiguous_format))
-
-    new.head = compiled_head
+    new.run = CompiledStep(model.run, autotune)
+    new.head = CompiledHead(model.head, autotune)
     return new

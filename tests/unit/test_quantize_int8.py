@@ -1,21 +1,29 @@
 """INT8 products are exact sums of whole numbers, outliers go apart, and kernels give what the plain way gives."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import gptlite
+from gptlite.checkpoint import save_checkpoint
 from gptlite.config import GPTConfig
+from gptlite.data import CharTokenizer
+from gptlite.fast import PackedAttention
 from gptlite.layers import linear_layers
-from gptlite.model import GPTlite
+from gptlite.measure import validation_loss
+from gptlite.model import GPTlite, MultiHeadAttention
 from gptlite.quantize.coded import CodedLinear
 from gptlite.quantize.int8 import Int8Linear, int8_product, quantize_tokens, row_codes, to_int8
-from gptlite.quantize.kernels import KernelLinear, reason_against, use_kernels
+from gptlite.quantize.kernels import Int8InputsLinear, KernelLinear, full_range, reason_against, use_kernels
 from gptlite.quantize.linear_quant import quantize_linear
 from gptlite.quantize.llm_int8 import LLMInt8Linear, plant_outliers, to_llm_int8
 from gptlite.quantize.rtn import Grid, round_to_nearest
+from gptlite.quantize.stored import save_quantized
 
+ROWS = Grid(8, None, symmetric=True)
 CONFIG = GPTConfig(23, 16, n_layers=2, d_model=20, n_heads=6, d_head=4, n_kv_heads=3)
 
 
@@ -93,7 +101,7 @@ def test_static_scales_are_the_largest_inputs_of_the_calibration(model: GPTlite,
     assert 0 < errors[1] < errors[0] < 0.05  # a token's own scale is finer
 
 
-@pytest.mark.parametrize("kind", ["int8", "llm_int8", "kernel"])
+@pytest.mark.parametrize("kind", ["int8", "llm_int8", "kernel", "int8 inputs"])
 @pytest.mark.parametrize("shape", [(128,), (0, 128), (2, 1, 3, 128)])
 def test_inputs_of_any_shape(kind: str, shape: tuple[int, ...]) -> None:
     torch.manual_seed(6)
@@ -103,6 +111,7 @@ def test_inputs_of_any_shape(kind: str, shape: tuple[int, ...]) -> None:
         "int8": lambda: Int8Linear(row_codes(weight), bias),
         "llm_int8": lambda: LLMInt8Linear(weight, bias),
         "kernel": lambda: KernelLinear(CodedLinear(Grid(4, 32).codes(weight), bias)),
+        "int8 inputs": lambda: Int8InputsLinear(CodedLinear(ROWS.codes(weight), bias)),
     }
     layer, x = made[kind](), torch.randn(shape)
     y = layer(x)
@@ -234,3 +243,208 @@ def test_a_model_counts_the_layers_that_kernels_take(tokens: Tensor) -> None:
     assert use_kernels(model) == 10
     assert use_kernels(model) == 0
     assert (model(tokens) - plain).abs().max() < 0.02 * plain.abs().max()
+
+
+# -- kernels for INT8 inputs --------------------------------------------------------------------------------------
+
+
+def coded(d_out: int, d_in: int, bias: bool = True) -> CodedLinear:
+    linear = nn.Linear(d_in, d_out, bias)
+    return CodedLinear(ROWS.codes(linear.weight), linear.bias)
+
+
+def steps_of(layer: Int8InputsLinear) -> int:
+    """Into how many steps a layer cuts the range of its input; QNNPACK has one answer."""
+    return 127 if layer.reduce_range and torch.backends.quantized.engine != "qnnpack" else 255
+
+
+def places_of(x: Tensor, steps: int) -> tuple[float, int, Tensor]:
+    """The scale and the zero point of an input, and its places among the codes, before they are rounded, in fp64."""
+    low, high = min(float(x.min()), 0.0), max(float(x.max()), 0.0)
+    scale = (high - low) / steps
+    zero = round(-low / scale)
+    return scale, zero, x.double() / scale + zero
+
+
+def half_way(places: Tensor, margin: float) -> Tensor:
+    """Which places lie so near the middle of two codes that fp32 or the rule for ties may decide."""
+    return (places - places.floor() - 0.5).abs() < margin
+
+
+def in_whole_numbers(x: Tensor, layer: CodedLinear, steps: int) -> Tensor:
+    """What the kernel computes, in Python's numbers and int64: x [n, d_in] -> [n, d_out], fp64."""
+    scale, zero, places = places_of(x, steps)
+    assert not half_way(places, 1e-4).any()
+    codes = places.round().long()
+    assert codes.min() >= 0 and codes.max() <= steps
+    sums = (codes - zero) @ layer.coded.codes.long().T  # [n, d_out]
+    return scale * layer.coded.scale[:, 0].double() * sums + (0 if layer.bias is None else layer.bias.double())
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("shift", [0.0, 3.0, 9.0, -9.0])  # with values on both sides of zero, and on one
+@pytest.mark.parametrize(("n", "d_in", "d_out"), [(1, 20, 9), (5, 128, 48), (33, 77, 130)])
+def test_int8_inputs_give_sums_of_whole_numbers(n: int, d_in: int, d_out: int, shift: float, reduced: bool) -> None:
+    torch.manual_seed(8)
+    plain = coded(d_out, d_in, bias=n != 5)
+    layer = Int8InputsLinear(plain)
+    layer.reduce_range |= reduced  # what a machine without VNNI gets
+    x = torch.randn(n, d_in) + shift
+    x[half_way(places_of(x, steps_of(layer))[2], 1e-3)] = 0
+    expected = in_whole_numbers(x, plain, steps_of(layer))
+    # the sum is exact: the two scales, their product with it, and the bias are rounded to fp32
+    torch.testing.assert_close(layer(x).double(), expected, rtol=0, atol=5e-7 * float(expected.abs().max()))
+    assert layer.nbytes == d_out * d_in + 4 * d_out
+
+
+def test_the_codes_of_int8_inputs_are_the_nearest_and_ties_go_to_even() -> None:
+    one = torch.eye(4) * 127  # a scale of 1
+    layer = Int8InputsLinear(CodedLinear(ROWS.codes(one)))
+    top = float(steps_of(layer))  # so that a step is 1
+    x = torch.tensor([[top, 0.5, 1.5, 2.5], [0.4, 3.6, 0.0, 7.0]])
+    assert layer(x).tolist() == [[127 * top, 0, 254, 254], [0, 508, 0, 889]]
+    assert layer(torch.zeros(1, 4)).tolist() == [[0] * 4]
+
+
+def test_the_largest_codes_do_not_overflow() -> None:
+    layer = Int8InputsLinear(CodedLinear(ROWS.codes(torch.ones(3, 4096))))
+    torch.testing.assert_close(layer(torch.ones(2, 4096)), torch.full((2, 3), 4096.0), rtol=1e-3, atol=0)  # fp16 scales
+
+
+def test_a_machine_that_overflows_gets_half_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pair of products 255 x 127 is cut at the largest number of 16 bits, as instructions before VNNI do."""
+    full_range.cache_clear()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.ops.quantized, "linear_dynamic", lambda *_: torch.full((1, 1), 32 * 32767 / 255))
+            assert Int8InputsLinear(coded(4, 8)).reduce_range
+        full_range.cache_clear()
+        # with VNNI, or where sums have 32 bits in any case
+        assert Int8InputsLinear(coded(4, 8)).reduce_range == (not full_range(torch.backends.quantized.engine))
+    finally:
+        full_range.cache_clear()
+
+
+def test_layers_with_one_input_are_one_product() -> None:
+    torch.manual_seed(9)
+    layers = [coded(19, 37), coded(5, 37, bias=False), coded(64, 37)]
+    together, x = Int8InputsLinear(*layers), torch.randn(7, 37)
+    assert (together.in_features, together.out_features, together.sizes) == (37, 88, [19, 5, 64])
+    # the same codes, and the same input to look for its range: only fp32 may round the last step another way
+    apart = torch.cat([Int8InputsLinear(layer)(x) for layer in layers], -1)
+    torch.testing.assert_close(together(x), apart, rtol=1e-6, atol=1e-6)
+    assert together(x.bfloat16()).dtype == torch.bfloat16
+    torch.testing.assert_close(copy.deepcopy(together)(x), together(x), rtol=0, atol=0)
+
+
+def test_a_token_depends_on_who_shares_its_step_with_int8_inputs_alone() -> None:
+    torch.manual_seed(10)
+    plain, x = coded(48, 128), torch.randn(4, 128)
+    planted = x.clone()
+    planted[3, 7] = 200.0  # an outlier in another row
+    changed = {}
+    for make in (KernelLinear, Int8InputsLinear):
+        layer = make(plain)
+        change = (layer(planted)[:3] - layer(x)[:3]).abs().max()
+        changed[make] = float(change / plain(x)[:3].abs().max())
+    assert changed[KernelLinear] == 0
+    assert changed[Int8InputsLinear] > 0.1  # steps of 0.8, where nearly all values are between -2 and 2
+
+
+@pytest.mark.parametrize(
+    ("grid", "why"),
+    [
+        (Grid(4, 32), "it has 4 bits, with INT8 inputs it takes 8"),
+        (Grid(8, 32), "8 bits must be symmetric, by rows"),
+        (Grid(8, None), "8 bits must be symmetric, by rows"),
+    ],
+)
+def test_what_takes_no_int8_inputs_is_named(grid: Grid, why: str) -> None:
+    with pytest.raises(ValueError, match=f"no kernel takes the layer: {why}"):
+        Int8InputsLinear(coded(16, 128), CodedLinear(grid.codes(torch.randn(16, 128))))
+
+
+def test_int8_inputs_need_a_cpu_and_an_engine(monkeypatch: pytest.MonkeyPatch, model: GPTlite) -> None:
+    with pytest.raises(ValueError, match="it is on meta, the kernels are for the CPU"):
+        Int8InputsLinear(coded(4, 8).to("meta"))
+    monkeypatch.setattr(torch.backends, "quantized", SimpleNamespace(engine="none", supported_engines=["other"]))
+    with pytest.raises(ValueError, match=r"no engine for INT8 inputs, .*engine is 'none'"):
+        Int8InputsLinear(coded(4, 8))
+    round_to_nearest(model, ROWS)
+    assert use_kernels(model, int8_inputs=True) == 0  # they do not get another kernel in silence
+    assert use_kernels(model) == 2 * 6
+
+
+class Same(MultiHeadAttention):
+    """With a projection of its own, which is the same."""
+
+    def project(self, x):
+        return super().project(x)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_queries_keys_and_values_are_one_product_with_int8_inputs(
+    model: GPTlite, tokens: Tensor, training: bool
+) -> None:
+    model.train(training)
+    round_to_nearest(model, ROWS, head=True)
+    plain, shapes = model(tokens), [block.mha.kv_shape for block in model.blocks]
+    apart = copy.deepcopy(model)
+    for block in apart.blocks:
+        block.mha.__class__ = Same
+    assert use_kernels(model, int8_inputs=True) == use_kernels(apart, int8_inputs=True) == 2 * 6 + 1
+    assert all(isinstance(block.mha, PackedAttention) for block in model.blocks)
+    assert all(type(block.mha) is Same for block in apart.blocks)
+    assert [block.mha.kv_shape for block in model.blocks] == shapes
+    # a block's input, projection, two of its feed-forward network, and the head
+    kinds = [type(layer) for layer in linear_layers(model, head=True).values()]
+    assert kinds == [Int8InputsLinear] * (2 * 4 + 1)
+    assert all(module.training == training for module in model.modules())
+    torch.testing.assert_close(model(tokens), apart(tokens), rtol=0, atol=1e-5)
+    assert 0 < (model(tokens) - plain).abs().max() < 0.05 * plain.abs().max()
+    assert use_kernels(model, int8_inputs=True) == 0
+
+
+def test_layers_of_other_bits_keep_to_their_kernels(tokens: Tensor) -> None:
+    torch.manual_seed(5)
+    model = GPTlite(GPTConfig(23, 16, n_layers=2, d_model=64, n_heads=4, d_head=16)).eval()
+    for grid, names in ((Grid(4, 64), ("key_proj", "ffwd.net.0")), (ROWS, ("query_proj", "value_proj", "ffwd.net.2"))):
+        for name, layer in linear_layers(model).items():
+            if name.endswith(names):
+                model.set_submodule(name, CodedLinear(grid.codes(layer.weight), layer.bias))
+    plain = model(tokens)
+    assert use_kernels(model, int8_inputs=True) == 2 * 5
+    kinds = {name: type(layer) for name, layer in linear_layers(model).items() if name.startswith("blocks.1.")}
+    named = {name.removeprefix("blocks.1."): kind for name, kind in kinds.items()}
+    assert named == {
+        "mha.query_proj": Int8InputsLinear,
+        "mha.key_proj": KernelLinear,
+        "mha.value_proj": Int8InputsLinear,
+        "mha.out_proj": nn.Linear,
+        "ffwd.net.0": KernelLinear,
+        "ffwd.net.2": Int8InputsLinear,
+    }
+    assert (model(tokens) - plain).abs().max() < 0.05 * plain.abs().max()
+
+
+@torch.no_grad()
+def test_the_trained_model_keeps_its_loss_with_int8_inputs() -> None:
+    model, tokenizer = gptlite.load("gptlite")
+    text = tokenizer.encode(gptlite.load_corpus().held_out[:8193])
+    before = validation_loss(model, text)
+    round_to_nearest(model, ROWS, head=True)
+    assert use_kernels(model, int8_inputs=True) == 6 * model.config.n_layers + 1
+    after = validation_loss(model, text)
+    # codes of the weights alone change it by 0.05 %, both sides by no more; ten times that is left to other machines
+    assert 0 < abs(after - before) < 0.005 * before
+
+
+def test_a_model_with_int8_inputs_is_not_saved(model: GPTlite, tmp_path) -> None:
+    round_to_nearest(model, ROWS)
+    use_kernels(model, int8_inputs=True)
+    tokenizer = CharTokenizer("".join(map(chr, range(40, 63))))
+    with pytest.raises(ValueError, match="a kernel's weights are not saved"):
+        save_checkpoint(tmp_path / "kernels.safetensors", model, tokenizer)
+    with pytest.raises(ValueError, match="no layer of the model holds codes"):
+        save_quantized(tmp_path / "kernels.safetensors", model, tokenizer)
+    assert not list(tmp_path.iterdir())

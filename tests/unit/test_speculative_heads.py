@@ -6,7 +6,8 @@ from speculative_help import VOCAB, make_target, untrained
 from test_speculative_verify import p_value
 
 from gptlite.sampling import SamplingParams, probabilities
-from gptlite.speculative.eagle import EagleHeads
+from gptlite.speculative.drafters import Text
+from gptlite.speculative.eagle import EagleDrafter, EagleHeads
 from gptlite.speculative.heads import Heads, block_config, trunk_states
 from gptlite.speculative.heads_train import agreement, train_heads
 from gptlite.speculative.medusa import MedusaHeads
@@ -155,6 +156,65 @@ def test_one_more_block_has_the_last_ones_shape(target):
     config = block_config(target)
     assert (config.d_model, config.n_heads, config.d_head, config.n_kv_heads) == (20, 6, 4, 3)
     assert Heads(n_heads=2).sizes == {"n_heads": 2} and Heads().n_params == 0
+
+
+# -- EAGLE pairs the feature of a token with the token after it -----------------------------------------------------
+
+
+def eagle_by_hand(model):
+    """A head whose block does nothing, so that a guessed feature is twice the token's embedding and the feature."""
+    heads = EagleHeads(model).to(model.fc_out.weight).eval()
+    block, identity = heads.blocks[0], torch.eye(model.config.d_model)
+    for parameter in (*block.mha.out_proj.parameters(), *block.ffwd.net[2].parameters(), heads.combine.fc.bias):
+        parameter.data.zero_()
+    heads.combine.fc.weight.data.copy_(torch.cat([2 * identity, identity], dim=1))
+    return heads
+
+
+def next_feature(model, feature, token, position):
+    """What `eagle_by_hand` makes of a feature and the token after it, at that token's position."""
+    return 2 * (model.token_embedding.weight[token] + model.position_embedding.weight[position]) + feature
+
+
+def test_eagle_reads_the_feature_of_a_token_with_the_token_after_it(text):
+    model = make_target(context=24)
+    states = trunk_states(model, text[None, :24])
+    [guess] = eagle_by_hand(model).guesses(model, states, text[None, 1:25])
+    for i in range(23):
+        feature = next_feature(model, states.hidden[0, i], text[i + 1], i + 1)
+        torch.testing.assert_close(guess.logits[0, i], model.head(feature), rtol=0, atol=1e-9)  # fp64
+
+
+def test_an_eagle_chain_goes_on_from_the_targets_features_and_then_from_its_own(text):
+    """Two rounds by hand: each distribution follows from the token before it and the feature before that token."""
+    model = make_target(context=24)
+    drafter = EagleDrafter(model, eagle_by_hand(model))
+    one = Text("one", text[:12].tolist(), 12, SamplingParams(1.3))
+    read = 0  # tokens whose features the drafter has been given
+    for came in (text[12:14].tolist(), []):  # what follows each round: two tokens, which bring two features
+        with torch.inference_mode():
+            features = trunk_states(model, torch.tensor([one.tokens[:-1]])).hidden[0]  # [n - 1, d]
+            draft = drafter.propose([one], 3, [features[read:]])
+            feature, read, tokens = features[-1], len(features), list(one.tokens)
+            assert len(draft.tokens[0]) == 3
+            for token, q in zip(draft.tokens[0], draft.probs[0], strict=True):
+                feature = next_feature(model, feature, tokens[-1], len(tokens) - 1)
+                expected = (model.head(feature) / 1.3).softmax(-1)
+                torch.testing.assert_close(q, expected, rtol=0, atol=1e-9)  # fp64
+                tokens.append(token)
+        one.tokens += came
+
+
+def test_an_eagle_drafter_guesses_what_its_head_guesses_over_the_whole_text(text):
+    """With attention, so that every pair of the text counts and not the last one alone."""
+    model = make_target(context=24)
+    heads = untrained(EagleHeads, model)
+    tokens = text[:14]
+    with torch.inference_mode():
+        states = trunk_states(model, tokens[None])
+        [guess] = heads.guesses(model, states, text[None, 1:15])
+        draft = EagleDrafter(model, heads).propose([Text("one", tokens.tolist(), 9)], 1, [states.hidden[0, :-1]])
+    torch.testing.assert_close(draft.probs[0, 0], guess.logits[0, -1].softmax(-1), rtol=0, atol=1e-9)  # fp64
 
 
 # -- typical acceptance ---------------------------------------------------------------------------------------------

@@ -78,6 +78,19 @@ def test_pooling_by_hand() -> None:
     assert first.value_proj.bias.tolist() == [1.0, -3.0]
 
 
+def test_mean_pooling_by_hand_where_a_head_has_two_numbers() -> None:
+    """Heads 0 and 1 are the first group, 2 and 3 the second, and a head's numbers keep their order."""
+    mha = GPTlite(GPTConfig(5, 4, n_layers=1, d_model=1, n_heads=4, d_head=2)).blocks[0].mha
+    rows = torch.tensor([1.0, 2.0, 3.0, 6.0, 10.0, 20.0, 14.0, 40.0])  # of heads 0, 0, 1, 1, 2, 2, 3, 3
+    for proj in (mha.key_proj, mha.value_proj):
+        proj.weight.data, proj.bias.data = rows[:, None].clone(), -rows
+    for n_kv_heads, means in ((2, [2.0, 4.0, 12.0, 30.0]), (1, [7.0, 17.0])):
+        pooled = pool_heads(mha, n_kv_heads, "mean")
+        for proj in (pooled.key_proj, pooled.value_proj):
+            assert proj.weight.flatten().tolist() == means
+            assert proj.bias.tolist() == [-mean for mean in means]
+
+
 def test_random_pooling_depends_on_its_seed_alone_and_has_the_spread_of_the_old_weights() -> None:
     mha = make_model().blocks[0].mha
     one, same, other = (pool_heads(mha, 2, "random", seed).key_proj.weight for seed in (0, 0, 1))
