@@ -167,6 +167,8 @@ def _compiled(function: Callable[..., Tensor], autotune: bool) -> Callable[..., 
 class CompiledStep:
     """A model's body with its decode step compiled for the weights it has; other steps run as they did.
 
+    A decode step has one new token for each sequence, in a cache that has lines.
+
     Args:
         run: the body, `GPTlite.run`.
         autotune: see `compile_step`.
@@ -179,15 +181,15 @@ class CompiledStep:
     def __call__(self, tokens: Tensor, segments: list[Segment], cache: Cache | None = None) -> Tensor:
         """tokens [n_new] -> hidden states [n_new, d], as `GPTlite.run`."""
         segment = segments[0]
-        if cache is None or len(segments) > 1 or segment.positions.shape[1] > 1:
+        alone = len(segments) == 1 and segment.positions.shape[1] == 1 and segment.mask is None
+        # a batch that changes would want a program for each of its sizes: all lines of the cache never do
+        step = cache.whole(segment) if alone and cache is not None else None
+        if step is None:
             return self.plain(tokens, segments, cache)
-        # a batch that changes would want a program for each of its sizes
-        step = segment if segment.mask is not None else cache.whole(segment) or segment
+        assert segment.lines is not None and step.k_pos is not None
         if step is not segment:
-            assert segment.lines is not None
             tokens = tokens.new_zeros(len(step.positions)).index_copy(0, segment.lines, tokens)
-        if step.k_pos is not None:
-            torch._dynamo.mark_dynamic(step.k_pos, 1)  # T grows with every step: one program serves all
+        torch._dynamo.mark_dynamic(step.k_pos, 1)  # T grows with every step: one program serves all
         hidden = self.compiled(tokens, [step], cache)
         return hidden if step is segment else hidden[segment.lines]
 
@@ -230,7 +232,8 @@ def compile_step(model: GPTlite, autotune: bool = True) -> GPTlite:
     Args:
         model: in eval mode; its weights are shared with the result.
         autotune: time several kernels for each product; without it compiling is faster and the step slower.
-    Returns: a model for `generate`, an engine or `decode_step`.
+    Returns: a model for `generate`, an engine or `decode_step`, over a cache that has lines (`StaticCache`); over
+        another it runs as it did.
     Raises: ValueError when the model is in training mode, or packed.
     """
     if model.training:

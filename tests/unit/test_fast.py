@@ -214,6 +214,10 @@ def test_steps_that_are_no_decode_step_run_as_they_did(few_programs: None) -> No
     assert torch.equal(compiled.run(tokens.flatten(), whole), model.run(tokens.flatten(), whole))
     cache = PagedCache(model, 40)
     assert torch.equal(prefill(compiled, tokens, cache, chunk=4).argmax(-1), model(tokens)[:, -1].argmax(-1))
+    # nor does a cache without lines give a step of one shape
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    compiled.run(tokens[:, 0], cache.prepare(range(2), torch.tensor([[9], [9]])), cache)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
 
 
 def test_what_cannot_be_compiled_is_refused(model: GPTlite) -> None:
