@@ -1,6 +1,6 @@
 """The package beside other engines on the same weights: `make bench`.
 
-    python benchmarks/bench.py                      quick, about six minutes
+    python benchmarks/bench.py                      quick, about ten minutes
     python benchmarks/bench.py --full               more rounds and tokens
     python benchmarks/bench.py --shapes tiny --engines "transformers generate" gptlite    to try the benchmark itself
 
