@@ -352,11 +352,14 @@ def test_an_empty_cache_is_saved_and_loaded(tmp_path):
     assert SemanticCache(fake_embed).load(tmp_path / "c") == 0
 
 
+# a disk that takes its time, so that many of the kills fall into a write
 WRITERS = """
-import os, sys
+import os, sys, time
 sys.path.insert(0, sys.argv[2])
 from test_semantic_cache import filled
 small, large = filled(5), filled(1000)
+sync = os.fsync
+os.fsync = lambda file: (time.sleep(0.01), sync(file))
 for line in sys.stdin:
     child = os.fork()
     if not child:
