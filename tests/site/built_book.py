@@ -5,16 +5,18 @@ import gzip
 import importlib.util
 import mimetypes
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
 from urllib.parse import unquote, urlsplit
 
-from playwright.sync_api import BrowserContext, Page
+from playwright.sync_api import Browser, Page
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILT = Path(os.environ.get("BUILT_BOOK", ROOT / "_build" / "html")).resolve()  # BUILT_BOOK=FOLDER tests a copy
+PREFACE, CHAPTER = "book/preface.html", "chapters/01_gptlite.html"
 COMPRESSED = {".html", ".js", ".css", ".svg", ".json", ".txt"}
 
 
@@ -67,19 +69,12 @@ class Site(ThreadingHTTPServer):
         """Returns: the address of a page."""
         return f"http://127.0.0.1:{self.server_port}/{name}"
 
-    def weight(self) -> int:
-        """Returns: bytes sent since the last call."""
-        total = sum(size for _, size in self.sent)
-        self.sent.clear()
-        return total
-
 
 @dataclass
 class Visit:
     """A page in a browser's window, and what it complained about and asked for."""
 
     page: Page
-    context: BrowserContext
     complaints: list[str] = field(default_factory=list)
     elsewhere: list[str] = field(default_factory=list)
 
@@ -92,3 +87,30 @@ def settle(page: Page) -> None:
         "() => [...document.querySelectorAll('figure.gptlite-explorer')].every(f => f.classList.contains('is-live'))"
     )
     page.wait_for_load_state("networkidle")
+
+
+@contextlib.contextmanager
+def visiting(site: Site, browser: Browser) -> Iterator[Visit]:
+    """A fresh window at a laptop's size, its cache empty, its mode light."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme="light")
+    page = context.new_page()
+    page.set_default_timeout(15_000)
+    it = Visit(page)
+
+    def on_console(message) -> None:
+        if message.type in ("error", "warning"):
+            it.complaints.append(f"{message.type}: {message.text} {message.location}")
+
+    def on_request(request) -> None:
+        if not request.url.startswith((site.url(""), "data:", "blob:")):
+            it.elsewhere.append(request.url)
+
+    page.on("console", on_console)
+    page.on("pageerror", lambda error: it.complaints.append(f"exception: {error}"))
+    page.on("request", on_request)
+    site.sent.clear()
+    site.missing.clear()
+    try:
+        yield it
+    finally:
+        context.close()

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from built_book import BUILT, ROOT, Site, Visit, load_script
+from built_book import BUILT, CHAPTER, PREFACE, ROOT, Site, Visit, load_script, settle, visiting
 from playwright.sync_api import Browser, sync_playwright
 
 # the last flag closes the network; Playwright's routing would do so too, and switch the cache off with it
@@ -39,24 +39,18 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def visit(site: Site, browser: Browser) -> Iterator[Visit]:
-    """A fresh window at a laptop's size, its cache empty, its mode light."""
-    context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme="light")
-    page = context.new_page()
-    page.set_default_timeout(15_000)
-    it = Visit(page, context)
+    """A fresh window, its cache empty."""
+    with visiting(site, browser) as it:
+        yield it
 
-    def on_console(message) -> None:
-        if message.type in ("error", "warning"):
-            it.complaints.append(f"{message.type}: {message.text} {message.location}")
 
-    def on_request(request) -> None:
-        if not request.url.startswith((site.url(""), "data:", "blob:")):
-            it.elsewhere.append(request.url)
-
-    page.on("console", on_console)
-    page.on("pageerror", lambda error: it.complaints.append(f"exception: {error}"))
-    page.on("request", on_request)
-    site.sent.clear()
-    site.missing.clear()
-    yield it
-    context.close()
+@pytest.fixture(scope="session")
+def held(site: Site, browser: Browser) -> dict[str, set[str]]:
+    """What a reader's browser has after the first visit to a page, by page: the names of what was sent."""
+    names = {}
+    for name in (PREFACE, CHAPTER):
+        with visiting(site, browser) as it:
+            it.page.goto(site.url(name))
+            settle(it.page)
+            names[name] = {sent for sent, _ in site.sent}
+    return names

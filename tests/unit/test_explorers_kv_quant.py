@@ -93,6 +93,10 @@ def test_bytes_of_a_sequence_by_hand() -> None:
 
 def test_the_map_shows_the_models_own_keys_and_values() -> None:
     model = random_model(preset("nano"))
+    with torch.no_grad():
+        for block in model.blocks:  # enough to show all colours
+            block.mha.key_proj.weight *= 30
+            block.mha.value_proj.weight *= 30
     tokens = torch.arange(40)[None] % 20
     explorer = channel_map(model, tokens, n_shown=8)
     found = keys_and_values(model, tokens)
@@ -100,7 +104,14 @@ def test_the_map_shows_the_models_own_keys_and_values() -> None:
     for what, name in enumerate(("keys", "values")):
         for layer in (1, 2):
             scene = draw(explorer, what=what, layerNumber=layer)
-            assert len(marks(scene, "rect")) == 8 * 16
+            cells = sorted(marks(scene, "rect"), key=lambda cell: (cell.get("x", 0), cell.get("y", 0)))
+            shown = found[name][layer - 1][0, -8:].flatten()  # tokens from left to right, channels downwards
+            assert len(cells) == len(shown) == 8 * 16
+            colours = [[int(part) for part in re.findall(r"\d+", cell["fill"])] for cell in cells]
+            warmth = torch.tensor([red - blue for red, _, blue in colours])
+            assert warmth.min() == -178 and warmth.max() == 213  # blue and vermilion, where it is beyond 6 either way
+            by_value = warmth[shown.sort().indices]
+            assert (by_value.diff() >= -5).all()  # the colour says a number to a tenth
             x = found[name][layer - 1]
             both = [100 * relative_error(x, KVFormat("even", 2, axis, 32)) for axis in ("channel", "token")]
             assert f"error {both[0]:.0f} % per channel, {both[1]:.0f} % per token" in words(scene)

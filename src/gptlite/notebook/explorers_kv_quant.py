@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import altair as alt
+import torch
 from torch import Tensor
 
 from gptlite.arithmetic import ModelShape, n_params, shipped_models
@@ -54,25 +55,29 @@ def channel_map(model: GPTlite, tokens: Tensor, n_shown: int = 32, head: int = 0
         tokens: [1, n], a text. n_shown: how many of its last tokens are drawn. head: KV head.
     """
     found = keys_and_values(model, tokens)
-    rows, facts = [], []
+    maps, captions, facts = [], [], []
     for layer in range(len(model.blocks)):
         for what, name in enumerate(("keys", "values")):
-            x = found[name][layer][head, -n_shown:]  # [tokens, D]
+            maps.append(found[name][layer][head, -n_shown:])  # [tokens, D]
             per = {
                 axis: relative_error(found[name][layer], KVFormat("even", 2, axis, 32)) for axis in ("channel", "token")
             }
             words = f"error {100 * per['channel']:.0f} % per channel, {100 * per['token']:.0f} % per token"
             facts.append(f"layer {layer + 1}, {name}: {words}")
-            for token, line in enumerate(x.tolist()):
-                rows.append(
-                    {"layer": layer, "what": what, "token": token, "x": [round(v, 1) for v in line], "words": words}
-                )
-    D = found["keys"][0].shape[-1]
-    shown = alt.Chart(alt.Data(values=rows)).transform_filter("datum.layer == layer && datum.what == what")
+            captions.append({"layer": layer, "what": what, "words": words})
+    by_token = torch.stack(maps, dim=1)  # [tokens, 2 * layers, D]
+    rows = [
+        {"token": token, "maps": [[round(v, 1) for v in line] for line in lines]}
+        for token, lines in enumerate(by_token.tolist())
+    ]
+    D = by_token.shape[-1]
     cells = (
-        shown.transform_calculate(channel=f"sequence({D})")
-        .transform_flatten(["x", "channel"])
-        .mark_rect()
+        # the same cells for every map, which only change their colour: to make a thousand anew takes far longer
+        alt.Chart(alt.Data(values=rows))
+        .transform_calculate(channel=f"sequence({D})")
+        .transform_flatten(["channel"])
+        .transform_calculate(x="datum.maps[2 * layer + what][datum.channel]")
+        .mark_rect(aria=False)
         .encode(
             x=alt.X(
                 "token:O", title="Token", axis=alt.Axis(labels=False, ticks=False), scale=alt.Scale(paddingInner=0)
@@ -87,7 +92,8 @@ def channel_map(model: GPTlite, tokens: Tensor, n_shown: int = 32, head: int = 0
         )
     )
     text = (
-        shown.transform_filter("datum.token == 0")
+        alt.Chart(alt.Data(values=captions))
+        .transform_filter("datum.layer == layer && datum.what == what")
         .mark_text(align="left", baseline="bottom", dy=-6)
         .encode(x=alt.value(0), y=alt.value(0), text="words:N")
     )
