@@ -135,6 +135,7 @@ def test_bad_arguments_are_named() -> None:
     assert zeros(sparsify(model, [], 0.5, "magnitude"))[0] > 0  # looks at none
 
 
+@pytest.mark.slow
 def test_wanda_and_sparsegpt_beat_magnitude_on_the_trained_model_at_half() -> None:
     model, tokenizer = gptlite.load("gptlite")
     corpus = load_corpus()

@@ -163,6 +163,7 @@ def few_programs() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_a_compiled_step_generates_the_same_with_one_program(few_programs: None) -> None:
     model = make(n_layers=1)
     prompt = torch.randint(50, (2, 5))
@@ -182,6 +183,7 @@ def test_a_compiled_step_generates_the_same_with_one_program(few_programs: None)
     assert counter["unique_graphs"] == 2
 
 
+@pytest.mark.slow
 def test_an_engine_whose_batch_changes_decodes_with_one_program(few_programs: None) -> None:
     model = make(n_layers=1)
     compiled = compile_step(model, autotune=False)

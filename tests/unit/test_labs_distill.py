@@ -42,6 +42,7 @@ def test_both_students_are_trained_and_shown(loss: str) -> None:
     assert len(axes.lines) == 2 and axes.get_xlabel() and axes.get_ylabel()
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_curves() -> None:
     one, two = (lab(loss="soft", seed=3).run().recording.data["curves"] for _ in range(2))
     assert one == two

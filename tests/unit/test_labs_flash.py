@@ -39,6 +39,7 @@ def test_it_measures_every_context_by_every_back_end(shown, axis):
     }
 
 
+@pytest.mark.slow
 def test_a_run_writes_nothing_to_stderr():
     """In a process of its own: the profiler is set up by the first use of a process, and a lab runs on a thread."""
     code = (

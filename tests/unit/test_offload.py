@@ -399,6 +399,7 @@ def fill_in_order(disk):
         disk.put(block)
 
 
+@pytest.mark.slow
 def test_a_process_killed_at_random_leaves_a_store_that_opens(tmp_path):
     """Writes as fast as it can, and is killed wherever it happens to be."""
     here = str(Path(__file__).parent)

@@ -250,6 +250,7 @@ def test_a_check_is_asked_above_the_threshold_and_the_next_candidate_gets_a_chan
     assert (found.hit, found.objection, found.question) == (False, "too round", "0") and cache.refused == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", ["flat", "hnsw"])
 def test_50_threads_and_10_000_calls_leave_exactly_what_fits_and_nothing_torn(index):
     """Each answer repeats its question, so that a torn or swapped one shows; so does an entry whose index disagrees."""
@@ -372,6 +373,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_killed_at_any_moment_leaves_a_store_that_opens(tmp_path):
     """A process makes the writers, since each would take seconds to import what it needs."""
     path, random_ = tmp_path / "store.safetensors", random.Random(0)

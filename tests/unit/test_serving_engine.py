@@ -100,6 +100,7 @@ def assert_solo(sequence: Sequence) -> None:
             assert sequence.text == text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CACHES)
 def test_every_request_equals_its_solo_run(kind: str) -> None:
     seen = {"preempted": 0, "cancelled": 0, "stop": 0, "length": 0, "waited": 0, "pieces": 0, "cached": 0}
@@ -127,6 +128,7 @@ def test_every_request_equals_its_solo_run(kind: str) -> None:
     assert {name for name, count in seen.items() if not count} == never, seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CACHES)
 def test_the_logits_equal_the_plain_model_in_fp32(kind: str) -> None:
     @settings(thousands, max_examples=100)

@@ -186,6 +186,7 @@ def three_tokens(settings, make_drafter):
     return counts, exact
 
 
+@pytest.mark.slow
 def test_the_whole_loop_has_the_targets_law():
     """24,000 texts through draft model, caches and verification, against all texts of three tokens, enumerated."""
     counts, exact = three_tokens(SETTINGS, ModelDrafter)

@@ -90,6 +90,7 @@ def test_a_cached_loss_is_the_loss_where_the_cache_rounds_nothing() -> None:
     assert cache_bytes(model, "int8") == 2 * each < cache_bytes(model, "plain") + 2 * 3 * 4
 
 
+@pytest.mark.slow
 def test_losses_are_recorded_for_every_method_bits_and_grid(tmp_path: Path) -> None:
     params = {"model": shallow("gptlite", tmp_path), "methods": ["rtn", "gptq"], "bits": [8, 2], "grids": ["rows"]}
     *_, recording = run_sweep("quantized-losses", **params, windows=1)
@@ -136,6 +137,7 @@ def test_times_are_recorded_for_every_format_and_phase() -> None:
         list(run_sweep("quantized-steps", **{**params, "context": 2}, repeats=1, warmup=1))
 
 
+@pytest.mark.slow
 def test_together_is_recorded_for_every_combination(tmp_path: Path) -> None:
     name = shallow("gptlite-gqa2", tmp_path)
     *_, recording = run_sweep("quantized-together", models=[name], weights=["16 bits", "rtn 4"], windows=1)

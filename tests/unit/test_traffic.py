@@ -28,6 +28,7 @@ def attention(q, k, v, causal=False):
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 90), st.integers(1, 12), st.integers(0, 400), st.booleans())
 def test_the_counted_run_is_the_formula_and_is_attention(n, D, extra, causal):

@@ -353,6 +353,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_a_kill_loses_at_most_the_steps_since_the_last_save(tmp_path, one_thread):
     out = tmp_path / "m.safetensors"
     here = os.path.dirname(__file__)
