@@ -52,7 +52,7 @@ book: $(VENV)/.book ## build the book into _build/html, warnings as errors
 test: $(VENV)/.test ## lint, types, unit, oracles, bad input, notebooks, problem sets, the book, the site
 	@$(PYTHON) tools/run_tests.py
 
-test-fast: $(VENV)/.test ## the inner loop, some two minutes: lint, types, and one case of each quick test
+test-fast: $(VENV)/.test ## the inner loop: lint, types, and one case of each quick test
 	@$(PYTHON) tools/run_tests.py lint brief
 
 lint: $(VENV)/.test ## ruff and mypy

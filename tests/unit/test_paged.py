@@ -253,6 +253,7 @@ def test_any_plan_leaks_nothing_and_equals_the_model_without_a_cache(
     TOTAL["evicted"] += player.cache.pool.evicted
 
 
+@pytest.mark.slow  # it counts what all cases of another test did
 def test_the_plans_tried_everything():
     assert all(TOTAL.values()), TOTAL
 
