@@ -1,6 +1,6 @@
 """The package beside other engines on the same weights: `make bench`.
 
-    python benchmarks/bench.py                      quick, about ten minutes
+    python benchmarks/bench.py                      quick, about a quarter of an hour
     python benchmarks/bench.py --full               more rounds and tokens
     python benchmarks/bench.py --shapes tiny --engines "transformers generate" gptlite    to try the benchmark itself
 
@@ -15,25 +15,13 @@ import json
 import sys
 import time
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from peers import (
-    COMPILED,
-    CT2,
-    CT2_INT8,
-    INT8,
-    INT8_INPUTS,
-    PACKED,
-    PEER,
-    PLAIN,
-    CTranslate2,
-    Engine,
-    engines,
-    make_model,
-)
+from peers import COMPILED, CT2, ENGINES, LLAMA_PACKAGES, PEER, CTranslate2, Engine, engines, make_model
 from serving_vs_transformers import CONTINUOUS, STATIC, compare, timed, times_as_fast
 from serving_vs_transformers import engines as serving_engines
 from torch import Tensor
@@ -45,6 +33,7 @@ from gptlite.measure import Roof, machine_roof
 from gptlite.sampling import GREEDY
 from gptlite.serving.arrivals import mixed_requests
 
+PACKAGES = ("gptlite", "torch", "transformers", "ctranslate2")
 NEAR = 1e-3  # two logits that close are as good as equal: rounding may choose either
 PAUSE = 0.3  # seconds before a run, until the idle threads of the engine before have stopped spinning
 
@@ -204,9 +193,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--full", action="store_true", help="9 rounds, and the compiled step for S2's batch too")
     parser.add_argument("--shapes", nargs="+", choices=("S1", "S2", "tiny"), default=["S1", "S2"])
-    parser.add_argument(
-        "--engines", nargs="+", default=[PEER, PLAIN, PACKED, COMPILED, INT8, INT8_INPUTS, CT2, CT2_INT8]
-    )
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES, metavar="ENGINE", help=str(ENGINES))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, help="JSON file; a table in Markdown goes to the standard output anyway")
     args = parser.parse_args()
@@ -230,7 +217,7 @@ def main() -> None:
             "benchmark": "bench",
             "machine": machine("cpu"),
             "threads": args.threads,
-            "versions": {"gptlite": gptlite.__version__, "torch": torch.__version__},
+            "versions": {name: version(name) for name in (*PACKAGES, *LLAMA_PACKAGES)},
             "roof": {"bytes_per_second": roof.peak_bandwidth, "flop_per_second": roof.peak_flops},
             "results": results,
             "mixed": mixed,

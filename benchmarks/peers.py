@@ -1,4 +1,4 @@
-"""Engines that run the same model: gptlite in several ways, transformers and CTranslate2.
+"""Engines that run the same model: gptlite in several ways, transformers, CTranslate2, and llama.cpp where it is.
 
 Each engine is made from the same weights and answers the same two questions: which n_new greedy tokens follow these
 prompts, and what are the logits after a prompt.
@@ -9,11 +9,12 @@ import json
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import OPTConfig, OPTForCausalLM
 
 import gptlite
@@ -21,7 +22,7 @@ from gptlite.cache.dense import StaticCache
 from gptlite.config import GPTConfig
 from gptlite.data import CharTokenizer
 from gptlite.export import export_hf, opt_config, opt_weights
-from gptlite.fast import compile_step, pack
+from gptlite.fast import compile_step, pack, split
 from gptlite.generate import prefill
 from gptlite.quantize.kernels import use_kernels
 from gptlite.quantize.rtn import Grid, round_to_nearest
@@ -30,8 +31,15 @@ from gptlite.sampling import GREEDY
 
 PEER = "transformers generate"
 PLAIN, PACKED, COMPILED = "gptlite", "gptlite, packed weights", "gptlite, compiled step"
+SPLIT = "gptlite, split products"
 INT8, INT8_INPUTS = "gptlite, int8 weights", "gptlite, int8 weights and inputs"
 CT2, CT2_INT8 = "CTranslate2", "CTranslate2, int8"
+LLAMA, LLAMA_INT8 = "llama.cpp", "llama.cpp, q8_0"
+ENGINES = [PEER, PLAIN, SPLIT, PACKED, COMPILED, INT8, INT8_INPUTS, CT2, CT2_INT8]
+LLAMA_PACKAGES: list[str] = []
+if find_spec("llama_cpp") and find_spec("gguf"):  # it has to be compiled
+    LLAMA_PACKAGES += ["llama-cpp-python", "gguf"]
+    ENGINES += [LLAMA, LLAMA_INT8]
 
 # the shapes of OPT that are compared: S1 is bound by what surrounds the products, S2 by reading weights
 SHAPES = {
@@ -143,17 +151,41 @@ class CTranslate2:
         return Engine(lambda prompt, n_new: torch.tensor(self.answer(prompt.tolist(), n_new)), read, exact)
 
 
+@torch.inference_mode()
+def llama(model: gptlite.GPTlite, threads: int, kind: str) -> Engine:
+    """llama.cpp, which has no OPT: the same work, and other tokens.
+
+    Raises: SystemExit when its logits are not those of the same weights with GELU.
+    """
+    from llama import LlamaCpp
+
+    peer = LlamaCpp(model, threads, kind)
+    gelu = copy.deepcopy(model)
+    for block in gelu.blocks:
+        block.ffwd.net[1] = nn.GELU("tanh")
+    prompt = torch.arange(16).view(2, 8)
+    expected = gelu(prompt)[:, -1]
+    # it looks GELU up in fp16 and keeps keys and values in it, and q8_0 rounds more; wrong weights are off by about 1
+    off = float((peer.prefill(prompt) - expected).std() / expected.std())
+    if off > 0.05:
+        raise SystemExit(f"llama.cpp's logits in {kind} are off by {off:.2f} of their spread: nothing to compare")
+    return Engine(peer.generate, peer.prefill, exact=False)
+
+
 def engines(shape: str, threads: int, names: list[str]) -> dict[str, Engine]:
     """The engines of these names, all with the same weights."""
     model = make_model(shape)
     make: dict[str, Callable[[], Engine]] = {
         PEER: lambda: theirs(model),
         PLAIN: lambda: ours(model),
+        SPLIT: lambda: ours(split(copy.deepcopy(model))),
         PACKED: lambda: ours(pack(copy.deepcopy(model))),
         COMPILED: lambda: ours(compile_step(model)),
         INT8: lambda: ours(int8_weights(model), exact=False),
         INT8_INPUTS: lambda: ours(int8_weights(model, int8_inputs=True), exact=False),
         CT2: lambda: CTranslate2(model, threads).engine(exact=True),
         CT2_INT8: lambda: CTranslate2(model, threads, "int8").engine(exact=False),
+        LLAMA: lambda: llama(model, threads, "F32"),
+        LLAMA_INT8: lambda: llama(model, threads, "Q8_0"),
     }
     return {name: make[name]() for name in names}

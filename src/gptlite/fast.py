@@ -4,56 +4,114 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptlite.cache.contract import Cache, Segment
 from gptlite.layers import linear_layers, replace_linear
 from gptlite.model import GPTlite, MultiHeadAttention
 
-# a smaller layer is quicker unpacked: calling the packed kernel takes longer than it saves
+# a smaller layer is quicker as it is: calling another kernel takes longer than it saves
 MIN_WEIGHTS = 2**17
 
 
-class PackedLinear(nn.Module):
-    """Linear layers that read the same input, as one, with the weight in the blocked order of oneDNN's kernels.
+class JoinedLinear(nn.Module):
+    """Linear layers that read the same input, as one: the base of layers that read such a weight faster.
+
+    Args:
+        layers: linear layers with the same number of inputs, in fp32 on a CPU; their outputs follow one another.
+    Raises: ValueError when a layer is not a plain one in fp32 on a CPU.
+    """
+
+    done: str  # what is done to the weights, in a word
+
+    def __init__(self, *layers: nn.Linear) -> None:
+        super().__init__()
+        for layer in layers:
+            self.check(layer)
+        self.in_features = layers[0].in_features
+        self.sizes = [layer.out_features for layer in layers]
+        self.out_features = sum(self.sizes)
+        self.weight = torch.cat([layer.weight.detach() for layer in layers])  # [out, in]
+        biases = [layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
+        self.bias = torch.cat([bias.detach() for bias in biases])  # [out]
+
+    @classmethod
+    def check(cls, layer: nn.Module) -> None:
+        """Raises: ValueError with the reason when the layer cannot be taken."""
+        if type(layer) is not nn.Linear:
+            raise ValueError(f"a {type(layer).__name__} cannot be {cls.done}, only a plain Linear")
+        if layer.weight.device.type != "cpu" or layer.weight.dtype != torch.float32:
+            found = f"{layer.weight.dtype} on {layer.weight.device.type}"
+            raise ValueError(f"a layer in {found} cannot be {cls.done}, it must be torch.float32 on cpu")
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        raise ValueError(f"{self.done} weights are not saved: save the model before it is {self.done}")
+
+
+class PackedLinear(JoinedLinear):
+    """A `JoinedLinear` with its weight in the blocked order of oneDNN's kernels.
 
     At batch 1 a linear layer takes as long as reading its weight, and a general product reads rows of it in an order
     that the processor's prefetching serves badly. Packed, the weight lies in memory in the order in which the kernel
     wants it, for one token and for many. Only sums are rounded in another order.
 
-    Args:
-        layers: linear layers with the same number of inputs, in fp32 on a CPU; their outputs follow one another.
-    Raises: ValueError when this build of torch has no oneDNN, or a layer is not in fp32 on a CPU.
+    Raises: ValueError when this build of torch has no oneDNN, too.
     """
 
+    done = "packed"
+
     def __init__(self, *layers: nn.Linear) -> None:
-        super().__init__()
-        for layer in layers:
-            check_packable(layer)
-        self.in_features = layers[0].in_features
-        self.sizes = [layer.out_features for layer in layers]
-        self.out_features = sum(self.sizes)
-        weight = torch.cat([layer.weight.detach() for layer in layers])  # [out, in]
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)  # the same numbers, in blocks
-        biases = [layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
-        self.bias = torch.cat([bias.detach() for bias in biases])  # [out]
+        super().__init__(*layers)
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, None)  # the same numbers, in blocks
+
+    @classmethod
+    def check(cls, layer: nn.Module) -> None:
+        if not torch.backends.mkldnn.is_available():
+            raise ValueError("this build of torch has no oneDNN, whose kernels read packed weights")
+        super().check(layer)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out], fp32."""
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
 
-    def _save_to_state_dict(self, *args: Any) -> None:
-        raise ValueError("packed weights are not saved: save the model before it is packed")
+
+class SplitLinear(JoinedLinear):
+    """A `JoinedLinear` whose product with one token is dealt out to the threads in parts.
+
+    MKL can leave the product of a matrix and one vector to a single thread, and one core alone does not draw all that
+    the memory can give. A batch of products it deals out. So rows of the weight, as they lie in memory, become a batch
+    of smaller weights that all multiply the same token. Several tokens are multiplied as ever, and a build of torch
+    without MKL does one part after another and gains nothing.
+
+    There are as many parts as divide both the rows and the threads: one, the whole, when nothing else does.
+    """
+
+    done = "split"
+
+    def __init__(self, *layers: nn.Linear) -> None:
+        super().__init__(*layers)
+        self.n_parts = math.gcd(self.out_features, torch.get_num_threads())
+        self.weights = self.weight.view(self.n_parts, -1, self.in_features).mT  # [n, in, out / n]
+        self.biases = self.bias.view(self.n_parts, 1, -1)  # [n, 1, out / n]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out], fp32."""
+        if self.n_parts == 1 or x.numel() != self.in_features:
+            return F.linear(x, self.weight, self.bias)
+        every = x.reshape(1, 1, -1).expand(self.n_parts, 1, -1)  # [n, 1, in]
+        return torch.baddbmm(self.biases, every, self.weights).view(*x.shape[:-1], self.out_features)
 
 
-class PackedAttention(MultiHeadAttention):
+class JoinedAttention(MultiHeadAttention):
     """Multi-head attention whose queries, keys and values come from one product."""
 
-    qkv_proj: Any  # `PackedLinear`, or another layer with `sizes`
+    qkv_proj: Any  # a `JoinedLinear`, or another layer with `sizes`
     shape: tuple[int, int, int]
 
     @property
@@ -66,38 +124,47 @@ class PackedAttention(MultiHeadAttention):
         return q.unflatten(-1, (-1, D)), k.unflatten(-1, (G, D)), v.unflatten(-1, (G, Dv))
 
 
-def check_packable(layer: nn.Linear) -> None:
-    """Raises: ValueError with the reason when `PackedLinear` cannot take the layer."""
-    if not torch.backends.mkldnn.is_available():
-        raise ValueError("this build of torch has no oneDNN, whose kernels read packed weights")
-    if type(layer) is not nn.Linear:
-        raise ValueError(f"a {type(layer).__name__} cannot be packed, only a plain Linear")
-    if layer.weight.device.type != "cpu" or layer.weight.dtype != torch.float32:
-        found = f"{layer.weight.dtype} on {layer.weight.device.type}"
-        raise ValueError(f"a layer in {found} cannot be packed, it must be torch.float32 on cpu")
-
-
 def pack(model: GPTlite) -> GPTlite:
     """Packs the weights of all large linear layers, for inference on a CPU; queries, keys and values become one layer.
 
-    Convert, quantise and swap before: what replaced a linear layer stays as it is. The packed model can be neither
-    trained nor saved.
+    Good for steps of several tokens; for one, `split` may be faster. Convert, quantise and swap before: what replaced a
+    linear layer stays as it is. The packed model can be neither trained nor saved.
 
     Args:
         model: in fp32 on a CPU; changed in place, and its old weights are dropped, so memory does not grow.
     Returns: the model, in eval mode.
     Raises: ValueError when this build of torch has no oneDNN, or the model is not in fp32 on a CPU.
     """
+    return _join(model, PackedLinear)
+
+
+def split(model: GPTlite) -> GPTlite:
+    """Splits the product of each large linear layer with one token among the threads there are now, on a CPU.
+
+    For batch 1 on several threads, where torch has MKL (`SplitLinear`); whether it pays there is to be measured.
+    Queries, keys and values become one layer, as in `pack`, and what holds there of the order of changes, and of
+    training and saving, holds here.
+
+    Args:
+        model: in fp32 on a CPU; changed in place, and its old weights are dropped, so memory does not grow.
+    Returns: the model, in eval mode.
+    Raises: ValueError when the model is not in fp32 on a CPU.
+    """
+    return _join(model, SplitLinear)
+
+
+def _join(model: GPTlite, kind: type[JoinedLinear]) -> GPTlite:
+    """Replaces the model's large linear layers by layers of this kind."""
     for layer in linear_layers(model, head=True).values():
         if type(layer) is nn.Linear:
-            check_packable(layer)
+            kind.check(layer)
+
+    def make(name: str, layer: nn.Module) -> nn.Module:
+        return kind(layer) if _large([layer]) else layer  # type: ignore[arg-type]
+
     for block in model.blocks:
-        block.mha = fuse_projections(block.mha, _large, PackedLinear)
-    return replace_linear(model.eval(), _packed, head=True)
-
-
-def _packed(name: str, layer: nn.Module) -> nn.Module:
-    return PackedLinear(layer) if _large([layer]) else layer  # type: ignore[arg-type]
+        block.mha = fuse_projections(block.mha, _large, kind)
+    return replace_linear(model.eval(), make, head=True)
 
 
 def _large(layers: Sequence[nn.Module]) -> bool:
@@ -126,7 +193,7 @@ def fuse_projections(
     new: Any = copy.copy(mha)
     new._modules = {name: part for name, part in mha._modules.items() if name not in names}
     # its own `mix` and `mask` stay
-    new.__class__ = type(f"Packed{type(mha).__name__}", (PackedAttention, type(mha)), {})
+    new.__class__ = type(f"Joined{type(mha).__name__}", (JoinedAttention, type(mha)), {})
     new.shape, new.qkv_proj = shape, make(*layers).train(mha.training)
     return new
 
@@ -225,21 +292,24 @@ def compile_step(model: GPTlite, autotune: bool = True) -> GPTlite:
     between two products become one, and a product's kernel is generated and timed for the very shape of its weight.
     It takes from ten seconds to minutes, once for each batch size, at the first step of that size.
 
-    Convert, quantise and swap before, and do not pack: the compiler packs. Weights that it packs are copies, so the
-    memory of the weights doubles; the parameters stay for prefill. Change none afterwards: the decode step would see
-    some of the changes and not others.
+    Convert, quantise and swap before, and neither pack nor split: the compiler packs. Weights that it packs are copies,
+    so the memory of the weights doubles; the parameters stay for prefill. Change none afterwards: the decode step would
+    see some of the changes and not others.
 
     Args:
         model: in eval mode; its weights are shared with the result.
         autotune: time several kernels for each product; without it compiling is faster and the step slower.
     Returns: a model for `generate`, an engine or `decode_step`, over a cache that has lines (`StaticCache`); over
         another it runs as it did.
-    Raises: ValueError when the model is in training mode, or packed.
+    Raises: ValueError when the model is in training mode, packed or split.
     """
     if model.training:
         raise ValueError("the model is in training mode, a compiled step needs model.eval()")
-    if any(isinstance(module, PackedLinear) for module in model.modules()):
-        raise ValueError("the model is packed, compile it as it was before: the compiler packs its weights itself")
+    for module in model.modules():
+        if isinstance(module, JoinedLinear):
+            raise ValueError(
+                f"the model is {module.done}, compile it as it was before: the compiler packs its weights itself"
+            )
     new: Any = copy.copy(model)
     new.run = CompiledStep(model.run, autotune)
     new.head = CompiledHead(model.head, autotune)

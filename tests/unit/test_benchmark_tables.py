@@ -75,9 +75,15 @@ def test_the_fit_is_a_constant_and_a_bandwidth() -> None:
     assert "at most 4 % off" in caption and "1.0 GB/s" in caption
 
 
+def test_a_build_is_told_by_page() -> None:
+    content = {"machine": MACHINE, "points": [{"chapters": 3, "pages": 40, "samples": [9.0, 10.0], "seconds": 10.0}]}
+    rows, caption = tables.build(content)
+    assert rows[1:] == [["3", "40", "10", "0.25"]] and caption.endswith("a machine.")
+
+
 @pytest.mark.parametrize("kind", list(tables.KINDS))
 def test_the_stored_results_make_a_table(kind: str) -> None:
     file, make = tables.KINDS[kind]
     rows, caption = make(json.loads((ROOT / "benchmarks" / "results" / file).read_text(encoding="utf-8")))
-    assert len(rows) > 5 and len({len(row) for row in rows}) == 1
+    assert len(rows) > (3 if kind == "build" else 5) and len({len(row) for row in rows}) == 1
     assert all(cell for row in rows for cell in row[1:3]) and caption.endswith(".")

@@ -11,7 +11,7 @@ import gptlite
 from gptlite.checkpoint import save_checkpoint
 from gptlite.config import GPTConfig
 from gptlite.data import CharTokenizer
-from gptlite.fast import PackedAttention
+from gptlite.fast import JoinedAttention
 from gptlite.layers import linear_layers
 from gptlite.measure import validation_loss
 from gptlite.model import GPTlite, MultiHeadAttention
@@ -393,7 +393,7 @@ def test_queries_keys_and_values_are_one_product_with_int8_inputs(
     for block in apart.blocks:
         block.mha.__class__ = Same
     assert use_kernels(model, int8_inputs=True) == use_kernels(apart, int8_inputs=True) == 2 * 6 + 1
-    assert all(isinstance(block.mha, PackedAttention) for block in model.blocks)
+    assert all(isinstance(block.mha, JoinedAttention) for block in model.blocks)
     assert all(type(block.mha) is Same for block in apart.blocks)
     assert [block.mha.kv_shape for block in model.blocks] == shapes
     # a block's input, projection, two of its feed-forward network, and the head
