@@ -16,12 +16,13 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from peers import COMPILED, CT2, ENGINES, LLAMA_PACKAGES, PEER, CTranslate2, Engine, engines, make_model
+from peers import COMPILED, CT2, ENGINES, PEER, CTranslate2, Engine, engines, make_model
 from serving_vs_transformers import CONTINUOUS, STATIC, compare, timed, times_as_fast
 from serving_vs_transformers import engines as serving_engines
 from torch import Tensor
@@ -33,7 +34,14 @@ from gptlite.measure import Roof, machine_roof
 from gptlite.sampling import GREEDY
 from gptlite.serving.arrivals import mixed_requests
 
-PACKAGES = ("gptlite", "torch", "transformers", "ctranslate2")
+# what is compared: its module and its package; the last two may be missing
+PACKAGES = {
+    "gptlite": "gptlite",
+    "torch": "torch",
+    "transformers": "transformers",
+    "ctranslate2": "ctranslate2",
+    "llama_cpp": "llama-cpp-python",
+}
 NEAR = 1e-3  # two logits that close are as good as equal: rounding may choose either
 PAUSE = 0.3  # seconds before a run, until the idle threads of the engine before have stopped spinning
 
@@ -217,7 +225,7 @@ def main() -> None:
             "benchmark": "bench",
             "machine": machine("cpu"),
             "threads": args.threads,
-            "versions": {name: version(name) for name in (*PACKAGES, *LLAMA_PACKAGES)},
+            "versions": {name: version(name) for module, name in PACKAGES.items() if find_spec(module)},
             "roof": {"bytes_per_second": roof.peak_bandwidth, "flop_per_second": roof.peak_flops},
             "results": results,
             "mixed": mixed,

@@ -15,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import yaml
 
@@ -70,16 +71,15 @@ def main() -> None:
             for n in args.chapters:
                 took, pages[n] = build_seconds(Path(folder) / str(n))
                 seconds[n].append(took)
-    points = [
+    points: list[dict[str, Any]] = [
         {"chapters": n, "pages": pages[n], "samples": seconds[n], "seconds": median(seconds[n])} for n in args.chapters
     ]
     result = {"benchmark": "build", "machine": machine("cpu"), "points": points}
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     print("| chapters | pages | seconds | seconds per page |\n|---|---|---|---|")
-    for n in args.chapters:
-        took = median(seconds[n])
-        print(f"| {n} | {pages[n]} | {took:.1f} | {took / pages[n]:.2f} |")
+    for p in points:
+        print(f"| {p['chapters']} | {p['pages']} | {p['seconds']:.1f} | {p['seconds'] / p['pages']:.2f} |")
 
 
 if __name__ == "__main__":

@@ -36,9 +36,7 @@ INT8, INT8_INPUTS = "gptlite, int8 weights", "gptlite, int8 weights and inputs"
 CT2, CT2_INT8 = "CTranslate2", "CTranslate2, int8"
 LLAMA, LLAMA_INT8 = "llama.cpp", "llama.cpp, q8_0"
 ENGINES = [PEER, PLAIN, SPLIT, PACKED, COMPILED, INT8, INT8_INPUTS, CT2, CT2_INT8]
-LLAMA_PACKAGES: list[str] = []
 if find_spec("llama_cpp") and find_spec("gguf"):  # it has to be compiled
-    LLAMA_PACKAGES += ["llama-cpp-python", "gguf"]
     ENGINES += [LLAMA, LLAMA_INT8]
 
 # the shapes of OPT that are compared: S1 is bound by what surrounds the products, S2 by reading weights
