@@ -1,9 +1,11 @@
 """Run the parts of the tests and print the minutes of each: `python tools/run_tests.py [PART ...]`.
 
 A part that fails does not stop the next ones. The last line has the form of pytest's own.
+A part runs in as many processes as there are cores, up to four; what measures time follows with the machine to itself.
 """
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -14,24 +16,30 @@ from pathlib import Path
 BIN = Path(sys.executable).parent
 PYTEST = [sys.executable, "-m", "pytest", "-q"]
 NBVAL = ["--nbval", "--nbval-current-env", "--nbval-cell-timeout=300"]
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # the processes have a core each, PyTorch's threads would wait for one another
+SIDE_BY_SIDE = ["-n", str(min(4, os.cpu_count() or 1)), "-m", "not alone"]
+BY_TEST, BY_FILE = [*SIDE_BY_SIDE, "--dist=worksteal"], [*SIDE_BY_SIDE, "--dist=loadfile"]  # a notebook has one kernel
+ALONE = ["-m", "alone"]
 PARTS = {
     "lint": [[BIN / "ruff", "check", "."], [BIN / "ruff", "format", "--check", "."], [BIN / "mypy"]],
-    "unit": [[*PYTEST, "tests/unit"]],
-    "oracles": [[*PYTEST, "tests/oracles"]],
-    "bad_input": [[*PYTEST, "tests/bad_input"]],
-    "notebooks": [[*PYTEST, *NBVAL, "chapters", "tests/notebooks"]],
-    "classroom": [[*PYTEST, "tests/classroom"]],
+    "unit": [[*PYTEST, *BY_TEST, "tests/unit"], [*PYTEST, *ALONE, "tests/unit"]],
+    "oracles": [[*PYTEST, *BY_TEST, "tests/oracles"]],
+    "bad_input": [[*PYTEST, *BY_TEST, "tests/bad_input"]],
+    "notebooks": [[*PYTEST, *BY_FILE, *NBVAL, "chapters", "tests/notebooks"]],
+    "classroom": [[*PYTEST, "tests/classroom"]],  # grades two sets at once by itself
     "book": [["make", "book"]],
-    "site": [[*PYTEST, "tests/site"]],
+    "site": [[*PYTEST, *BY_TEST, "tests/site"], [*PYTEST, *ALONE, "tests/site"]],
 }
 WHOLE = list(PARTS)
-PARTS["brief"] = [[*PYTEST, "--brief", "tests/unit", "tests/bad_input"]]  # of two of them, what is quick
+PARTS["brief"] = [[*PYTEST, *BY_TEST, "--brief", "tests/unit", "tests/bad_input"]]  # of two of them, what is quick
 
 
 def run(command: list, report: Path) -> tuple[bool, dict[str, int]]:
     """Run one command. Returns: whether it passed, and the counts of its tests by outcome."""
     is_pytest = command[: len(PYTEST)] == PYTEST
-    passed = subprocess.run([*command, f"--junitxml={report}"] if is_pytest else command).returncode == 0
+    settings = {**os.environ, **(ONE_THREAD if "-n" in command else {})}
+    words = [*command, f"--junitxml={report}"] if is_pytest else command
+    passed = subprocess.run(words, env=settings).returncode == 0
     if not is_pytest:
         return passed, {"failed": int(not passed)}
     if not report.exists():

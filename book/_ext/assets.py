@@ -32,6 +32,7 @@ def configure(app: Sphinx, config) -> None:
     """Point the pages at the local MathJax, and give the theme a logo for each of its modes."""
     config.mathjax_path = "mathjax/tex-chtml.js"
     config.html_theme_options["navbar_persistent"] = []  # the sidebar and the article's head have the search already
+    config.html_theme_options["collapse_navbar"] = True  # else every page lists every page of the package
     config.html_theme_options["logo"] = {
         "image_light": "_static/logo.svg",
         "image_dark": "_static/logo-dark.svg",

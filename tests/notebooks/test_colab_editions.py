@@ -10,7 +10,8 @@ colab = load_script(ROOT / "tools" / "colab.py")
 
 
 def test_an_edition_runs(tmp_path) -> None:
-    edition = nbformat.reads(json.dumps(colab.edition(colab.load_book(), "chapters/01_gptlite")), as_version=4)
+    quickest = "chapters/12_number_formats"
+    edition = nbformat.reads(json.dumps(colab.edition(colab.load_book(), quickest)), as_version=4)
     for cell in edition.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None

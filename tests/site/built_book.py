@@ -1,6 +1,7 @@
 """The built book behind a server of its own, and what the tests see of a page in a browser."""
 
 import contextlib
+import functools
 import gzip
 import importlib.util
 import mimetypes
@@ -28,6 +29,13 @@ def load_script(path: Path) -> ModuleType:
     return module
 
 
+@functools.cache
+def on_the_wire(path: Path) -> bytes:
+    """Returns: a file as it is sent. It is compressed once: every page asks for the same index of words."""
+    body = path.read_bytes()
+    return gzip.compress(body, 6) if path.suffix in COMPRESSED else body
+
+
 class Handler(BaseHTTPRequestHandler):
     """Serves the book as a static host does: compressed text, ten minutes in the browser's cache."""
 
@@ -40,10 +48,9 @@ class Handler(BaseHTTPRequestHandler):
             self.server.missing.append(name)
             self.send_error(404)
             return
-        body = path.read_bytes()
+        body = on_the_wire(path)
         self.send_response(200)
         if path.suffix in COMPRESSED:
-            body = gzip.compress(body, 6)
             self.send_header("Content-Encoding", "gzip")
         self.send_header("Content-Type", mimetypes.guess_type(path.name)[0] or "application/octet-stream")
         self.send_header("Content-Length", str(len(body)))
@@ -80,13 +87,13 @@ class Visit:
 
 
 def settle(page: Page) -> None:
-    """Wait until the page has loaded, its formulas are set and its explorers are drawn."""
+    """Wait until the page has loaded, its formulas are set, its explorers are drawn and its fonts are there."""
     page.wait_for_load_state("load")
     page.evaluate("async () => { if (window.MathJax?.startup?.promise) await MathJax.startup.promise }")
     page.wait_for_function(
         "() => [...document.querySelectorAll('figure.gptlite-explorer')].every(f => f.classList.contains('is-live'))"
     )
-    page.wait_for_load_state("networkidle")
+    page.evaluate("document.fonts.ready.then(() => null)")
 
 
 @contextlib.contextmanager

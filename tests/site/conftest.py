@@ -52,5 +52,6 @@ def held(site: Site, browser: Browser) -> dict[str, set[str]]:
         with visiting(site, browser) as it:
             it.page.goto(site.url(name))
             settle(it.page)
+            it.page.wait_for_load_state("networkidle")
             names[name] = {sent for sent, _ in site.sent}
     return names

@@ -87,6 +87,7 @@ def test_every_choice_of_a_menu_draws_its_chart(opened: Visit) -> None:
     assert not [complaint for complaint in opened.complaints if not complaint.startswith("warning")]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_a_moved_slider_is_answered_in_a_tenth_of_a_second(theme: str, opened: Visit) -> None:
     opened.page.emulate_media(color_scheme=theme)

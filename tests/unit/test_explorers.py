@@ -269,6 +269,7 @@ MOVE = """async (values) => {
 }"""
 
 
+@pytest.mark.alone
 def test_moved_sliders_give_the_numbers_of_sampling(chromium):
     rows = [gaussian(seed=1), gaussian(seed=2)]
     page, _ = open_page(chromium, "", next_character(recorded(*rows)))

@@ -281,6 +281,7 @@ PAGES = {
 }
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES)
 def test_a_moved_slider_is_answered_in_time_and_by_the_keyboard(chromium, name):

@@ -223,6 +223,7 @@ MOVES = {
 }
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("make", MOVES, ids=lambda make: make.__name__)
 def test_a_moved_slider_is_answered_in_time_and_by_the_keyboard(chromium, make):
     explorer = make()

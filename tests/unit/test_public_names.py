@@ -246,6 +246,7 @@ def test_the_notebook_part_names_the_extra_that_it_needs():
     assert message == 'gptlite.notebook needs altair: pip install "gptlite[lab]"'
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_the_import_takes_less_than_two_seconds_more_than_torch(record_property):
     code = "import time, torch; begin = time.perf_counter(); import gptlite; print(time.perf_counter() - begin)"
