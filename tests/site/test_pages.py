@@ -12,18 +12,15 @@ PACKAGE = "book/api/"  # its pages come from one template
 FIRST_LOAD, LATER_LOAD = 1_500_000, 300_000  # bytes on the wire
 
 
-# A page has thousands of coloured words of code and of signatures, and a list of pages beside it. axe gets one of each
-# kind and box; the other words become bare text, and the other entries go.
+# A chapter has thousands of coloured words of code; axe gets one of each kind and box, and of the others the bare text.
 # To leave them out by its `exclude` takes it far longer: it holds every element of the page against each of them.
 BARE_REPEATED = """() => {
     const seen = new Set();
-    const entries = ".bd-sidebar-primary li, .section-nav li";
-    for (const one of document.querySelectorAll(`.highlight pre span, dt.sig *, ${entries}`)) {
-        const kinds = [];
-        for (let e = one; e && e.tagName !== "SECTION"; e = e.parentElement) kinds.push(`${e.tagName}.${e.className}`);
-        const kind = kinds.join("<");
-        if (seen.has(kind) && !one.querySelector("li"))
-            one.replaceWith(...(one.tagName === "LI" ? [] : one.childNodes));
+    for (const word of document.querySelectorAll(".highlight pre span")) {
+        const classes = [];
+        for (let e = word; e && e.tagName !== "SECTION"; e = e.parentElement) classes.push(e.className);
+        const kind = classes.join("<");
+        if (seen.has(kind)) word.replaceWith(...word.childNodes);
         seen.add(kind);
     }
 }"""
@@ -37,7 +34,7 @@ OTHER_RULES = {**ALL_RULES, "rules": {rule: {"enabled": False} for rule in COLOU
 class Kinds(HTMLParser):
     """The kinds of elements in a piece of HTML: tag and classes of each, with those of the one that holds it."""
 
-    ENDLESS = {"br", "hr", "img", "input", "path", "rect", "wbr"}
+    VOID = {"area", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"}
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -48,11 +45,11 @@ class Kinds(HTMLParser):
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         kind = (tag, dict(attributes).get("class"))
         self.found.add((*self.within[-1:], kind))
-        if tag not in self.ENDLESS:
+        if tag not in self.VOID:
             self.within.append(kind)
 
     def handle_endtag(self, tag: str) -> None:
-        if tag not in self.ENDLESS and self.within:
+        if tag not in self.VOID and self.within:
             self.within.pop()
 
 
