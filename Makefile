@@ -101,7 +101,7 @@ colab: $(VENV)/.book ## write the chapters for Colab, in plain Markdown, into _b
 colab-test: $(VENV)/.test ## run every chapter in an environment like Colab's (long; CHAPTERS="01 08" for some)
 	@$(PYTHON) tools/colab_test.py $(CHAPTERS)
 
-bench: $(VENV)/.test ## the package beside other engines on the same weights (about a quarter of an hour, alone on the machine)
+bench: $(VENV)/.test ## the package beside other engines on the same weights (about a third of an hour, alone on the machine)
 	@$(PIP) -e ".[bench]"
 	@$(PYTHON) benchmarks/bench.py --out benchmarks/results/bench.json
 

@@ -1,19 +1,20 @@
 """The package beside other engines on the same weights: `make bench`.
 
-    python benchmarks/bench.py                      quick, about a quarter of an hour
+    python benchmarks/bench.py                      quick, about a third of an hour
     python benchmarks/bench.py --full               more rounds and tokens
     python benchmarks/bench.py --shapes tiny --engines "transformers generate" gptlite    to try the benchmark itself
 
-Every engine has the same random weights and answers the same prompts greedily. Runs are interleaved, so that a change
-in the machine's load meets all of them, and a ratio is the median over rounds of two runs of the same round. In the
-same run tokens are compared (where two engines differ, their two tokens must be as good as equal in the plain model's
-logits), and the machine's own roof is measured.
+Every engine has the same random weights and answers the same prompts greedily, in a process of its own. Runs are
+interleaved, so that a change in the machine's load meets all of them, and a ratio is the median over rounds of two runs
+of the same round. In the same run tokens are compared (where two engines differ, their two tokens must be as good as
+equal in the plain model's logits), and the machine's own roof is measured.
 """
 
 import argparse
 import json
 import sys
 import time
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -22,8 +23,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from peers import COMPILED, CT2, ENGINES, PEER, CTranslate2, Engine, engines, make_model
-from serving_vs_transformers import CONTINUOUS, STATIC, compare, timed, times_as_fast
+from apart import Apart
+from peers import COMPILED, CT2, ENGINES, EXACT, PEER, make_model, timed_answers, timed_engine
+from serving_vs_transformers import CONTINUOUS, STATIC, Tokens, compare, times_as_fast
 from serving_vs_transformers import engines as serving_engines
 from torch import Tensor
 
@@ -85,13 +87,11 @@ WORKS = [
 ]
 
 
-def run(engine: Engine, work: Work, prompt: Tensor) -> tuple[Tensor | None, float]:
+def run(engine: Apart, work: Work, prompt: Tensor) -> tuple[Tensor | None, float]:
     """One run of an engine. Returns: its new tokens (None for a prefill) and its seconds."""
     time.sleep(PAUSE)
-    start = time.perf_counter()
-    tokens = engine.generate(prompt, work.n_new) if work.n_new else engine.prefill(prompt)
-    seconds = time.perf_counter() - start
-    return tokens if work.n_new else None, seconds
+    tokens, seconds = engine(prompt.tolist(), work.n_new)
+    return None if tokens is None else torch.tensor(tokens), seconds
 
 
 def check(model: gptlite.GPTlite, prompt: Tensor, expected: Tensor, tokens: Tensor, name: str) -> int:
@@ -111,7 +111,7 @@ def check(model: gptlite.GPTlite, prompt: Tensor, expected: Tensor, tokens: Tens
 
 
 @torch.inference_mode()
-def measure(work: Work, made: dict[str, Engine], rounds: int, roof: Roof) -> dict[str, Any]:
+def measure(work: Work, made: dict[str, Apart], rounds: int, roof: Roof) -> dict[str, Any]:
     """Seconds of each engine in each round, and which rows agree."""
     model = make_model(work.shape)
     generator = torch.Generator().manual_seed(1)
@@ -122,7 +122,7 @@ def measure(work: Work, made: dict[str, Engine], rounds: int, roof: Roof) -> dic
     expected: Tensor | None = None
     for name, engine in made.items():  # the warm-up, which also compares
         tokens, first[name] = run(engine, work, prompt)
-        if tokens is not None and engine.exact:
+        if tokens is not None and name in EXACT:
             expected = tokens if expected is None else expected
             agree[name] = check(model, prompt, expected, tokens, name)
     seconds: dict[str, list[float]] = {name: [] for name in made}
@@ -145,20 +145,21 @@ def measure_mixed(shape: str, threads: int, rounds: int, n_requests: int = 48, b
     longest = min(128, model.context_length // 4)  # answer, in tokens; half of it for a prompt
     text = torch.randint(model.fc_out.out_features - 1, (longest,), generator=torch.Generator().manual_seed(1))
     requests = mixed_requests(text, n_requests, (4, longest // 2), (8, longest), GREEDY)
-    peer = CTranslate2(model, threads)
+    order = sorted(range(n_requests), key=lambda i: requests[i].n_new)
+    groups = [order[start : start + batch] for start in range(0, n_requests, batch)]
+    asked = [([requests[i].prompt for i in group], max(requests[i].n_new for i in group)) for group in groups]
+    with closing(Apart(CT2, timed_answers, shape, threads, asked)) as peer:
 
-    def by_length() -> list[list[int]]:
-        order = sorted(range(n_requests), key=lambda i: requests[i].n_new)
-        outputs: list[list[int]] = [[]] * n_requests
-        for start in range(0, n_requests, batch):
-            group = order[start : start + batch]
-            answers = peer.answer([requests[i].prompt for i in group], max(requests[i].n_new for i in group))
-            for i, answer in zip(group, answers, strict=True):
-                outputs[i] = answer[: requests[i].n_new]
-        return outputs
+        def by_length() -> tuple[Tokens, float, float]:
+            outputs: Tokens = [[]] * n_requests
+            answers, seconds, used = peer()
+            for group, group_answers in zip(groups, answers, strict=True):
+                for i, answer in zip(group, group_answers, strict=True):
+                    outputs[i] = answer[: requests[i].n_new]
+            return outputs, seconds, used
 
-    runs = serving_engines(model, requests, batch) | {f"{CT2}, sorted by length": timed(by_length)}
-    found = compare(model, requests, runs, rounds)
+        runs = serving_engines(model, requests, batch) | {f"{CT2}, sorted by length": by_length}
+        found = compare(model, requests, runs, rounds)
     return {"name": f"{shape}, {n_requests} mixed requests, at most {batch} at once", "requests": n_requests, **found}
 
 
@@ -209,14 +210,19 @@ def main() -> None:
     roof = machine_roof()
     results, mixed = [], []
     for shape in args.shapes:
-        made = engines(shape, args.threads, args.engines)
-        for work in WORKS:
-            if work.shape == shape:
-                print(f"{work.name} ...", file=sys.stderr, flush=True)
-                # a prefill is never compiled, and a large model's batch takes minutes to compile
-                skips = not work.n_new or (shape == "S2" and work.batch > 1 and not args.full)
-                able = {name: engine for name, engine in made.items() if not (skips and name == COMPILED)}
-                results.append(measure(work, able, 9 if args.full else 3, roof))
+        with ExitStack() as stack:
+            print(f"{shape}: starting the engines ...", file=sys.stderr, flush=True)
+            made = {
+                name: stack.enter_context(closing(Apart(name, timed_engine, shape, args.threads, name)))
+                for name in args.engines
+            }
+            for work in WORKS:
+                if work.shape == shape:
+                    print(f"{work.name} ...", file=sys.stderr, flush=True)
+                    # a prefill is never compiled, and a large model's batch takes minutes to compile
+                    skips = not work.n_new or (shape == "S2" and work.batch > 1 and not args.full)
+                    able = {name: engine for name, engine in made.items() if not (skips and name == COMPILED)}
+                    results.append(measure(work, able, 9 if args.full else 3, roof))
         if shape != "S2" and CT2 in args.engines:
             print(f"{shape}, mixed requests ...", file=sys.stderr, flush=True)
             mixed.append(measure_mixed(shape, args.threads, 9 if args.full else 3))

@@ -1,16 +1,19 @@
 """Engines that run the same model: gptlite in several ways, transformers, CTranslate2, and llama.cpp where it is.
 
-Each engine is made from the same weights and answers the same two questions: which n_new greedy tokens follow these
-prompts, and what are the logits after a prompt.
+Each engine is made from the same weights, in a process of its own, and answers the same two questions: which n_new
+greedy tokens follow these prompts, and what are the logits after a prompt.
 """
 
 import copy
 import json
 import tempfile
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -36,6 +39,8 @@ INT8, INT8_INPUTS = "gptlite, int8 weights", "gptlite, int8 weights and inputs"
 CT2, CT2_INT8 = "CTranslate2", "CTranslate2, int8"
 LLAMA, LLAMA_INT8 = "llama.cpp", "llama.cpp, q8_0"
 ENGINES = [PEER, PLAIN, SPLIT, PACKED, COMPILED, INT8, INT8_INPUTS, CT2, CT2_INT8]
+NOT_TORCH = (CT2, CT2_INT8, LLAMA, LLAMA_INT8)  # those that compute with threads of their own
+EXACT = (PEER, PLAIN, SPLIT, PACKED, COMPILED, CT2)  # those whose tokens have to agree
 if find_spec("llama_cpp") and find_spec("gguf"):  # it has to be compiled
     ENGINES += [LLAMA, LLAMA_INT8]
 
@@ -56,12 +61,10 @@ class Engine:
         generate: prompts [B, n] and a number of tokens -> the new tokens [B, n_new], greedy.
         prefill: prompts [B, n] -> reads them, and gives the logits after the last token [B, V], or None for an engine
             that shows no logits.
-        exact: whether its arithmetic is that of the others, so that its tokens have to agree.
     """
 
     generate: Callable[[Tensor, int], Tensor]
     prefill: Callable[[Tensor], Tensor | None]
-    exact: bool = True
 
 
 def make_model(shape: str) -> gptlite.GPTlite:
@@ -81,7 +84,7 @@ def int8_weights(model: gptlite.GPTlite, int8_inputs: bool = False) -> gptlite.G
     return coded
 
 
-def ours(model: gptlite.GPTlite, exact: bool = True) -> Engine:
+def ours(model: gptlite.GPTlite) -> Engine:
     """The package's plain loop over its static cache."""
 
     def generate(prompt: Tensor, n_new: int) -> Tensor:
@@ -91,7 +94,7 @@ def ours(model: gptlite.GPTlite, exact: bool = True) -> Engine:
     def read(prompt: Tensor) -> Tensor:
         return prefill(model, prompt, StaticCache(model, *prompt.shape))
 
-    return Engine(generate, read, exact)
+    return Engine(generate, read)
 
 
 def theirs(model: gptlite.GPTlite) -> Engine:
@@ -128,9 +131,10 @@ class CTranslate2:
             config = json.loads((folder / "ct2" / "config.json").read_text())
             config |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), self.tokenizer.chars[-1])
             (folder / "ct2" / "config.json").write_text(json.dumps(config))
-            self.generator = Generator(
-                str(folder / "ct2"), device="cpu", compute_type=compute_type, intra_threads=threads
-            )
+            options = {"device": "cpu", "compute_type": compute_type, "intra_threads": threads}
+            # rounding weights leaves threads with whoever loads them, and they would count (see `Apart`)
+            with ThreadPoolExecutor(1) as loader:
+                self.generator = loader.submit(Generator, str(folder / "ct2"), **options).result()
 
     def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> list[list[int]]:
         """n_new greedy tokens for each prompt, which may differ in length."""
@@ -140,13 +144,13 @@ class CTranslate2:
         )
         return [answer.sequences_ids[0] for answer in answers]
 
-    def engine(self, exact: bool) -> Engine:
-        """The same for prompts of one length; exact in fp32."""
+    def engine(self) -> Engine:
+        """The same for prompts of one length."""
 
         def read(prompt: Tensor) -> None:
             self.answer(prompt.tolist(), 1)
 
-        return Engine(lambda prompt, n_new: torch.tensor(self.answer(prompt.tolist(), n_new)), read, exact)
+        return Engine(lambda prompt, n_new: torch.tensor(self.answer(prompt.tolist(), n_new)), read)
 
 
 @torch.inference_mode()
@@ -167,23 +171,64 @@ def llama(model: gptlite.GPTlite, threads: int, kind: str) -> Engine:
     off = float((peer.prefill(prompt) - expected).std() / expected.std())
     if off > 0.05:
         raise SystemExit(f"llama.cpp's logits in {kind} are off by {off:.2f} of their spread: nothing to compare")
-    return Engine(peer.generate, peer.prefill, exact=False)
+    return Engine(peer.generate, peer.prefill)
 
 
-def engines(shape: str, threads: int, names: list[str]) -> dict[str, Engine]:
-    """The engines of these names, all with the same weights."""
+def make_engine(shape: str, threads: int, name: str) -> Engine:
+    """One of `ENGINES`, with the shape's weights, in a process of its own (see `Apart`).
+
+    Args:
+        threads: those of the engine. torch keeps none beside another library's: both would share the cores.
+    """
+    torch.set_num_threads(threads if name not in NOT_TORCH else 1)
     model = make_model(shape)
     make: dict[str, Callable[[], Engine]] = {
         PEER: lambda: theirs(model),
         PLAIN: lambda: ours(model),
-        SPLIT: lambda: ours(split(copy.deepcopy(model))),
-        PACKED: lambda: ours(pack(copy.deepcopy(model))),
+        SPLIT: lambda: ours(split(model)),
+        PACKED: lambda: ours(pack(model)),
         COMPILED: lambda: ours(compile_step(model)),
-        INT8: lambda: ours(int8_weights(model), exact=False),
-        INT8_INPUTS: lambda: ours(int8_weights(model, int8_inputs=True), exact=False),
-        CT2: lambda: CTranslate2(model, threads).engine(exact=True),
-        CT2_INT8: lambda: CTranslate2(model, threads, "int8").engine(exact=False),
+        INT8: lambda: ours(int8_weights(model)),
+        INT8_INPUTS: lambda: ours(int8_weights(model, int8_inputs=True)),
+        CT2: lambda: CTranslate2(model, threads).engine(),
+        CT2_INT8: lambda: CTranslate2(model, threads, "int8").engine(),
         LLAMA: lambda: llama(model, threads, "F32"),
         LLAMA_INT8: lambda: llama(model, threads, "Q8_0"),
     }
-    return {name: make[name]() for name in names}
+    return make[name]()
+
+
+def timed_engine(shape: str, threads: int, name: str) -> Callable[[list[list[int]], int], tuple[Any, float]]:
+    """The engine as a function of prompts [B, n] and n_new: its new tokens [B, n_new] and its seconds.
+
+    Without new tokens it reads the prompts, and gives None and its seconds.
+    """
+    engine = make_engine(shape, threads, name)
+
+    @torch.inference_mode()
+    def run(prompts: list[list[int]], n_new: int) -> tuple[Any, float]:
+        prompt = torch.tensor(prompts)
+        start = time.perf_counter()
+        tokens = engine.generate(prompt, n_new) if n_new else engine.prefill(prompt)
+        seconds = time.perf_counter() - start
+        return tokens.tolist() if n_new else None, seconds
+
+    return run
+
+
+def timed_answers(
+    shape: str, threads: int, groups: list[tuple[list[list[int]], int]]
+) -> Callable[[], tuple[list[list[list[int]]], float, float]]:
+    """CTranslate2 on groups of prompts of mixed lengths, each with the number of tokens it needs.
+
+    Returns: a function that gives each group's new tokens, its seconds and the processor's.
+    """
+    torch.set_num_threads(1)
+    peer = CTranslate2(make_model(shape), threads)
+
+    def run() -> tuple[list[list[list[int]]], float, float]:
+        start, used = time.perf_counter(), time.process_time()
+        answers = [peer.answer(prompts, n_new) for prompts, n_new in groups]
+        return answers, time.perf_counter() - start, time.process_time() - used
+
+    return run

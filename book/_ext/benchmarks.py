@@ -92,6 +92,8 @@ def build(content: dict) -> tuple[list[list[str]], str]:
 KINDS = {
     "decode": ("bench.json", decode),
     "mixed": ("bench.json", mixed),
+    "decode-zen1": ("bench-zen1.json", decode),
+    "mixed-zen1": ("bench-zen1.json", mixed),
     "decode-intel": ("bench-intel.json", decode),
     "mixed-intel": ("bench-intel.json", mixed),
     "decode-zen4": ("bench-zen4.json", decode),

@@ -119,9 +119,9 @@ class JoinedAttention(MultiHeadAttention):
         return self.shape
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        q, k, v = self.qkv_proj(x).split(self.qkv_proj.sizes, dim=-1)
-        G, D, Dv = self.shape
-        return q.unflatten(-1, (-1, D)), k.unflatten(-1, (G, D)), v.unflatten(-1, (G, Dv))
+        q, k, v = torch.split_with_sizes(self.qkv_proj(x), self.qkv_proj.sizes, -1)
+        n, (G, D, Dv) = len(x), self.shape
+        return q.view(n, -1, D), k.view(n, G, D), v.view(n, G, Dv)
 
 
 def pack(model: GPTlite) -> GPTlite:
@@ -222,10 +222,11 @@ def _compiled(function: Callable[..., Tensor], autotune: bool) -> Callable[..., 
     }
     # not dynamic: a program for any batch is slower for each, so every batch gets its own
     program = torch.compile(call, dynamic=False, options=options)
+    # a first call compiles, and any later one whose shapes are new; as an option this setting is not seen
+    freezing = torch._inductor.config.patch(freezing=True)  # made once: making it takes longer than a small product
 
     def frozen(*args: Any) -> Tensor:
-        # a first call compiles, and any later one whose shapes are new; as an option this setting is not seen
-        with torch._inductor.config.patch(freezing=True):
+        with freezing:
             return program(*args)
 
     return frozen
@@ -280,8 +281,8 @@ class CompiledHead:
         if hidden.dim() != 2 or not 1 <= len(hidden) <= self.max_rows:
             return self.plain(hidden)
         n = len(hidden)
-        rows = hidden.new_zeros(1 << (n - 1).bit_length(), hidden.shape[1])  # [1, 2, 4, ..., d]
-        rows[:n] = hidden
+        missing = (1 << (n - 1).bit_length()) - n
+        rows = F.pad(hidden, (0, 0, 0, missing)) if missing else hidden.contiguous()  # [1, 2, 4, ..., d]
         return self.compiled(rows)[:n]
 
 
@@ -312,5 +313,6 @@ def compile_step(model: GPTlite, autotune: bool = True) -> GPTlite:
             )
     new: Any = copy.copy(model)
     new.run = CompiledStep(model.run, autotune)
-    new.head = CompiledHead(model.head, autotune)
+    if model.fc_out.in_features * model.fc_out.out_features >= MIN_WEIGHTS:
+        new.head = CompiledHead(model.head, autotune)
     return new

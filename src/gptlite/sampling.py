@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -98,7 +99,7 @@ def greedy(logits: Tensor) -> Tensor:
     Raises: ValueError when a row holds NaN or an infinite value.
     """
     best = logits.argmax(-1, keepdim=True)  # [B, 1]; where the row has a NaN, that
-    if not bool(logits.gather(-1, best).isfinite().all()):
+    if not all(map(math.isfinite, logits.gather(-1, best).flatten().tolist())):
         raise ValueError("a row of logits holds NaN or an infinite value")
     return best[:, 0]
 

@@ -32,12 +32,13 @@ from gptlite.serving.sequence import Request
 from gptlite.variants.mla import to_latent
 from gptlite.variants.swap import swap_attention
 
-LARGE = {"n_layers": 2, "d_model": 200, "n_heads": 6, "d_head": 40}  # widths that no block size divides
+# widths that no block size divides
+LARGE = {"vocab_size": 50, "context_length": 32, "n_layers": 2, "d_model": 200, "n_heads": 6, "d_head": 40}
 
 
 def make(**changes: int) -> GPTlite:
     torch.manual_seed(0)
-    return GPTlite(GPTConfig(50, 32, **{**LARGE, "n_kv_heads": 3, **changes})).eval()
+    return GPTlite(GPTConfig(**{**LARGE, "n_kv_heads": 3, **changes})).eval()
 
 
 @pytest.fixture
@@ -233,7 +234,7 @@ def few_programs() -> Iterator[None]:
 
 @pytest.mark.slow
 def test_a_compiled_step_generates_the_same_with_one_program(few_programs: None) -> None:
-    model = make(n_layers=1)
+    model = make(n_layers=1, vocab_size=700)  # enough for the head to be compiled too
     prompt = torch.randint(50, (2, 5))
     compiled = compile_step(model, autotune=False)
     counter = torch._dynamo.utils.counters["stats"]
@@ -253,7 +254,7 @@ def test_a_compiled_step_generates_the_same_with_one_program(few_programs: None)
 
 @pytest.mark.slow
 def test_an_engine_whose_batch_changes_decodes_with_one_program(few_programs: None) -> None:
-    model = make(n_layers=1)
+    model = make(n_layers=1, vocab_size=700)
     compiled = compile_step(model, autotune=False)
     requests = [Request([7 * i + 1, 3], n_new, GREEDY) for i, n_new in enumerate((3, 9, 1, 14, 6, 2, 11))]
     alone = [gptlite.generate(model, torch.tensor([r.prompt]), r.n_new, GREEDY)[0, 2:].tolist() for r in requests]
@@ -266,8 +267,13 @@ def test_an_engine_whose_batch_changes_decodes_with_one_program(few_programs: No
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
 
 
-def test_a_compiled_head_gives_the_rows_that_it_is_given(few_programs: None) -> None:
+def test_a_small_head_stays_as_it_is() -> None:
     model = make(n_layers=1)
+    assert "head" not in vars(compile_step(model, autotune=False))
+
+
+def test_a_compiled_head_gives_the_rows_that_it_is_given(few_programs: None) -> None:
+    model = make(n_layers=1, vocab_size=700)
     head = compile_step(model, autotune=False).head
     for n in (1, 3, 4, 7, 129):
         hidden = torch.randn(2 * n, 200)[::2]  # rows that lie apart, as after a prefill
