@@ -7,7 +7,8 @@
 Every engine has the same random weights and answers the same prompts greedily, in a process of its own. Runs are
 interleaved, so that a change in the machine's load meets all of them, and a ratio is the median over rounds of two runs
 of the same round. In the same run tokens are compared (where two engines differ, their two tokens must be as good as
-equal in the plain model's logits), and the machine's own roof is measured.
+equal in the plain model's logits), and the machine's own roof is measured. With mixed requests the engines of PyTorch
+share a process.
 """
 
 import argparse
