@@ -291,8 +291,8 @@ def compile_step(model: GPTlite, autotune: bool = True) -> GPTlite:
 
     A small model's step is mostly the cost of starting its operations. Compiled {cite}`pytorch2024`, those
     between two products become one, and a product's kernel is generated and timed for the very shape of its weight.
-    It takes from ten seconds to minutes, once for each batch size, at the first step of that size. A small head stays as
-    it is: calling a program takes longer than the product.
+    It takes from ten seconds to minutes, once for each batch size, at the first step of that size. A small head stays
+    as it is: calling a program takes longer than the product.
 
     Convert, quantise and swap before, and neither pack nor split: the compiler packs. Weights that it packs are copies,
     so the memory of the weights doubles; the parameters stay for prefill. Change none afterwards: the decode step would
